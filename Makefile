@@ -1,0 +1,166 @@
+# Hoist. `make serve` and `make test` do everything on a fresh machine.
+#
+#   make            the program, build/hoist
+#   make serve      serve the bundled demo model on 127.0.0.1:30000
+#   make test       all tests that need no GPU      SAN=address,undefined | SAN=thread
+#   make check      layers, sizes, banned functions, formatting
+#   make portable   build/hoist-portable: libraries linked in, for any x86-64 glibc >= 2.36
+#   make fuzz       every fuzz target for FUZZ_SECONDS each
+#   make bench      speed of the demo model on this machine
+
+ifeq ($(origin CC),default)
+CC      := gcc
+endif
+SAN     ?=
+OPT     ?= -O2 -g
+PORT    ?= 30000
+MODEL   ?= models/demo-exl3
+
+CCNAME  := $(notdir $(firstword $(CC)))
+VARIANT := $(CCNAME)$(if $(SAN),-$(subst $(comma),-,$(SAN)))
+comma   := ,
+OBJ     := obj/$(VARIANT)
+# The plain build is build/; other compilers and sanitizers get a folder of their own.
+BUILD   := $(if $(filter gcc cc,$(VARIANT)),build,build/$(VARIANT))
+
+WARN    := -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Wwrite-strings \
+           -Wpointer-arith -Wvla -Wformat=2 -Werror
+CFLAGS  := -std=c11 -D_GNU_SOURCE $(OPT) -ffp-contract=off -fno-math-errno -pthread $(WARN) \
+           -Iinclude -Isrc -I$(BUILD)/gen -isystem /usr/share/include/llhttp -MMD -MP \
+           $(if $(SAN),-fsanitize=$(SAN) -fno-omit-frame-pointer)
+LDFLAGS := -pthread $(if $(SAN),-fsanitize=$(SAN))
+LIBS    := -luv -ljson-c -lpcre2-8 -lutf8proc -lm
+
+SRC     := $(filter-out %_test.c,$(wildcard src/*/*.c))
+LIB_SRC := $(filter-out src/cli/main.c,$(SRC))
+TESTS   := $(wildcard src/*/*_test.c)
+OBJS    := $(SRC:%.c=$(OBJ)/%.o)
+LLHTTP  := $(patsubst %,$(OBJ)/llhttp/%.o,api http llhttp)
+LIB     := $(OBJ)/libhoist.a
+TESTBIN := $(patsubst %.c,$(BUILD)/test/%,$(notdir $(TESTS)))
+
+.DELETE_ON_ERROR:
+.SECONDARY:
+.PHONY: all serve deps test test-unit test-ops test-tiny test-run check portable fuzz bench \
+        man install clean format
+
+all: $(BUILD)/hoist
+
+# -Wconversion where sizes come from strangers.
+$(OBJ)/src/base/%.o $(OBJ)/src/text/%.o: CFLAGS += -Wconversion
+$(OBJ)/%_test.o: CFLAGS += -Wno-missing-prototypes -Wno-conversion
+
+# Files that the program carries, as C arrays.
+EMBED := glm_5_3_flash_json:models/synthetic/glm-5.3-flash.json \
+         routing_json:models/synthetic/routing.json
+GEN   := $(foreach e,$(EMBED),$(BUILD)/gen/$(firstword $(subst :, ,$(e))).h)
+$(BUILD)/embed: tools/embed.c
+	@mkdir -p $(@D)
+	$(CC) -O1 -Wall $< -o $@
+define embed_rule
+$(BUILD)/gen/$(1).h: $(2) $(BUILD)/embed
+	@mkdir -p $$(@D)
+	$(BUILD)/embed $(1) < $(2) > $$@
+endef
+$(foreach e,$(EMBED),$(eval $(call embed_rule,$(firstword $(subst :, ,$(e))),$(lastword $(subst :, ,$(e))))))
+
+$(OBJ)/%.o: %.c Makefile | $(GEN)
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) -c $< -o $@
+
+$(OBJ)/llhttp/%.o: /usr/share/llhttp/%.c
+	@mkdir -p $(@D)
+	$(CC) $(OPT) -pthread -isystem /usr/share/include/llhttp $(if $(SAN),-fsanitize=$(SAN)) -c $< -o $@
+
+$(LIB): $(filter-out $(OBJ)/src/cli/main.o,$(OBJS)) $(LLHTTP)
+	@mkdir -p $(@D)
+	@rm -f $@
+	ar rcs $@ $^
+
+$(BUILD)/hoist: $(OBJ)/src/cli/main.o $(LIB)
+	@mkdir -p $(@D)
+	$(CC) $(LDFLAGS) $^ $(LIBS) -o $@
+
+# Each x_test.c is a program of its own; it may include x.c, whose object is then not
+# taken from the archive.
+define test_rule
+$(BUILD)/test/$(basename $(notdir $(1))): $(OBJ)/$(1:.c=.o) $(LIB)
+	@mkdir -p $$(@D)
+	$(CC) $(LDFLAGS) $$^ -lcmocka $(LIBS) -o $$@
+endef
+$(foreach t,$(TESTS),$(eval $(call test_rule,$(t))))
+
+$(BUILD)/test/tok_driver: tests/tok_driver.c $(LIB)
+	@mkdir -p $(@D)
+	$(CC) $(filter-out -MMD -MP,$(CFLAGS)) $(LDFLAGS) $^ $(LIBS) -o $@
+
+deps:
+	@tools/deps.sh
+
+serve: deps
+	@$(MAKE) --no-print-directory all
+	@exec $(BUILD)/hoist serve $(MODEL) --port $(PORT)
+
+# deps first, then the rest in a new make: header files and libraries may just have come.
+test: deps
+	@$(MAKE) --no-print-directory test-run
+
+test-run: $(BUILD)/hoist $(TESTBIN) $(BUILD)/test/tok_driver
+	@tests/run.sh $(BUILD)
+
+test-unit: deps
+	@$(MAKE) --no-print-directory $(TESTBIN)
+	@tests/run.sh $(BUILD) unit
+
+test-ops: deps
+	@$(MAKE) --no-print-directory $(BUILD)/test/ops_test $(BUILD)/test/fmt_test $(BUILD)/test/canon_test
+	@tests/run.sh $(BUILD) ops
+
+test-tiny: deps
+	@$(MAKE) --no-print-directory $(BUILD)/hoist $(BUILD)/test/model_test $(BUILD)/test/engine_test
+	@tests/run.sh $(BUILD) tiny
+
+check:
+	@tools/check.sh
+
+# One file that needs only glibc.
+STATIC_LIBS := -Wl,-Bstatic -luv_a -ljson-c -lpcre2-8 -lutf8proc -Wl,-Bdynamic -ldl -lrt -lm
+portable: deps
+	@$(MAKE) --no-print-directory build/hoist-portable
+build/hoist-portable: $(OBJ)/src/cli/main.o $(LIB)
+	@mkdir -p $(@D)
+	$(CC) $(LDFLAGS) -static-libgcc $^ $(STATIC_LIBS) -o $@
+
+FUZZ_SECONDS ?= 30
+FUZZERS := $(patsubst fuzz/%_fuzz.c,%,$(wildcard fuzz/*_fuzz.c))
+build/fuzz/%: fuzz/%_fuzz.c $(LIB_SRC)
+	@mkdir -p $(@D)
+	clang -std=c11 -D_GNU_SOURCE -O1 -g -ffp-contract=off -pthread -Iinclude -Isrc \
+	    -isystem /usr/share/include/llhttp -fsanitize=fuzzer,address,undefined \
+	    $< $(LIB_SRC) /usr/share/llhttp/*.c $(LIBS) -o $@
+fuzz: deps
+	@for f in $(FUZZERS); do \
+	    $(MAKE) --no-print-directory build/fuzz/$$f && mkdir -p build/fuzz/new/$$f && \
+	    build/fuzz/$$f -max_total_time=$(FUZZ_SECONDS) -rss_limit_mb=2048 -timeout=10 \
+	        build/fuzz/new/$$f fuzz/corpus/$$f || exit 1; done
+
+bench: all
+	$(BUILD)/hoist bench $(MODEL)
+
+man: all
+	$(BUILD)/hoist --man > $(BUILD)/hoist.1
+
+PREFIX ?= /usr/local
+install: all man
+	install -D $(BUILD)/hoist $(DESTDIR)$(PREFIX)/bin/hoist
+	install -D -m 644 $(BUILD)/hoist.1 $(DESTDIR)$(PREFIX)/share/man/man1/hoist.1
+	mkdir -p $(DESTDIR)$(PREFIX)/share/hoist
+	cp -r models/demo-exl3 $(DESTDIR)$(PREFIX)/share/hoist/
+
+format:
+	clang-format -i $$(git ls-files '*.c' '*.h')
+
+clean:
+	rm -rf obj build
+
+-include $(OBJS:.o=.d) $(TESTS:%.c=$(OBJ)/%.d)

@@ -1,0 +1,279 @@
+/* chat.c - the terminal chat: history, folded reasoning, Ctrl-C stops an answer. Uses hoist.h and
+ * the reply parser only. */
+#include <signal.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "cli/cli.h"
+#include "text/text.h"
+
+#define LINE_MAX_BYTES (1u << 20)
+
+/* Set by SIGINT while an answer runs; the one thing a handler may touch. */
+static volatile sig_atomic_t interrupted;
+
+typedef struct {
+    hx_engine *e;
+    hx_info    info;
+    const hx_cli *c;
+    hx_sb      history;          /* JSON objects of messages, comma-separated */
+    bool       person;           /* colours and the prompt sign */
+    bool       show_reasoning;
+    int        effort;           /* index of efforts[] */
+    /* the answer being shown */
+    hx_sb      content, reasoning;
+    bool       in_reasoning;
+} chat;
+
+static const char *const efforts[] = { "low", "high", "max" };
+
+static void on_int(int sig)
+{
+    (void)sig;
+    interrupted = 1;
+}
+
+static int32_t find_token(void *ud, hx_str text)
+{
+    return hx_token_id(ud, text);
+}
+
+static const char *dim(const chat *t, bool on)
+{
+    return !t->person ? "" : on ? "\033[2m" : "\033[0m";
+}
+
+/* ---- showing an answer ------------------------------------------------- */
+
+static void show_reasoning(chat *t, hx_str text)
+{
+    if (!t->in_reasoning) {
+        t->in_reasoning = true;
+        printf("%s%s", dim(t, true), t->show_reasoning ? "" : "(thinking");
+    }
+    hx_sb_add(&t->reasoning, text.p, text.n);
+    if (t->show_reasoning)
+        fwrite(text.p, 1, text.n, stdout);
+}
+
+static void end_reasoning(chat *t)
+{
+    if (!t->in_reasoning)
+        return;
+    t->in_reasoning = false;
+    if (t->show_reasoning)
+        printf("%s\n", dim(t, false));
+    else
+        printf(", %zu characters; /think shows it)%s\n", t->reasoning.n, dim(t, false));
+}
+
+static void on_reply(void *ud, const hx_reply_event *ev)
+{
+    chat *t = ud;
+
+    if (ev->kind == HX_REPLY_REASONING) {
+        show_reasoning(t, ev->text);
+        return;
+    }
+    end_reasoning(t);
+    if (ev->kind == HX_REPLY_CONTENT) {
+        hx_sb_add(&t->content, ev->text.p, ev->text.n);
+        fwrite(ev->text.p, 1, ev->text.n, stdout);
+    } else if (ev->kind == HX_REPLY_CALL) {
+        printf("[call %.*s ", (int)ev->text.n, ev->text.p);
+    } else if (ev->kind == HX_REPLY_ARGS) {
+        fwrite(ev->text.p, 1, ev->text.n, stdout);
+    } else {
+        printf("]\n");
+    }
+}
+
+static void feed(chat *t, hx_reply *r, const hx_event *ev, hx_err *err)
+{
+    int32_t from = 0;
+
+    for (int32_t i = 0; i < ev->n_tokens; i++) {
+        const hx_str bytes = { ev->bytes.p + from, (size_t)(ev->end[i] - from) };
+
+        hx_reply_feed(r, ev->tokens[i], bytes, on_reply, t, err);
+        from = ev->end[i];
+    }
+    fflush(stdout);
+}
+
+/* ---- one turn ----------------------------------------------------------- */
+
+static int render(chat *t, int32_t **ids, int64_t *n, hx_err *err)
+{
+    const hx_render_opt opt = { .official = t->c->official };
+    hx_sb json = { 0 };
+    int rc;
+
+    hx_sb_printf(&json, "{\"messages\":[%s],\"add_generation_prompt\":true,\"reasoning_effort\":\"%s\"}",
+                 t->history.p != NULL ? t->history.p : "", efforts[t->effort]);
+    rc = json.bad ? hx_fail(err, HX_ENOMEM, "chat: no memory")
+                  : hx_render(t->e, (hx_str){ json.p, json.n }, &opt, ids, n, NULL, err);
+    hx_sb_free(&json);
+    return rc;
+}
+
+static void add_message(chat *t, const char *role, hx_str content, hx_str reasoning)
+{
+    hx_sb *h = &t->history;
+
+    if (h->n > 0)
+        hx_sb_char(h, ',');
+    hx_sb_printf(h, "{\"role\":\"%s\",\"content\":", role);
+    hx_json_put_str(h, content);
+    if (reasoning.n > 0) {
+        hx_sb_str(h, ",\"reasoning_content\":");
+        hx_json_put_str(h, reasoning);
+    }
+    hx_sb_char(h, '}');
+}
+
+static int answer(chat *t, const int32_t *ids, int64_t n, hx_err *err)
+{
+    const hx_reply_opt ropt = { .format = hx_reply_find(t->info.reply_format), .find = find_token,
+                                .ud = t->e,
+                                .in_reasoning = ids[n - 1] == hx_token_id(t->e, HX_STR("<think>")) };
+    const hx_request r = { .tokens = ids, .n_tokens = n, .max_new = t->c->n, .progress = true,
+                           .temperature = t->c->has_temp ? (float)t->c->temp : t->info.temperature,
+                           .top_p = t->info.top_p, .top_k = t->info.top_k,
+                           .seed = t->c->has_seed ? (uint64_t)t->c->seed : (uint64_t)hx_now_us() };
+    hx_reply *reply = NULL;
+    hx_stream *s = NULL;
+    hx_event ev = { 0 };
+    int rc;
+
+    if ((rc = hx_reply_open(&reply, &ropt, err)) != 0 || (rc = hx_submit(t->e, &r, &s, err)) != 0) {
+        hx_reply_close(reply);
+        return rc;
+    }
+    t->content.n = t->reasoning.n = 0;
+    interrupted = 0;
+    do {
+        if (interrupted)
+            hx_cancel(s);
+        if (hx_next(s, &ev, 100) == 1 && ev.kind == HX_EV_TOKENS)
+            feed(t, reply, &ev, err);
+    } while (ev.kind != HX_EV_DONE && ev.kind != HX_EV_ERROR);
+    hx_reply_end(reply, on_reply, t, NULL, err);
+    end_reasoning(t);
+    printf("%s\n", ev.stop == HX_STOP_CANCEL ? " (stopped)" : ev.stop == HX_STOP_LENGTH ? " (length)" : "");
+    if (ev.kind == HX_EV_ERROR) {
+        *err = ev.err;
+        rc = ev.err.code;
+    }
+    hx_stream_free(s);
+    hx_reply_close(reply);
+    return rc;
+}
+
+static void turn(chat *t, const char *line)
+{
+    const size_t before = t->history.n;
+    int32_t *ids = NULL;
+    int64_t n = 0;
+    hx_err err = { 0 };
+
+    add_message(t, "user", hx_str_c(line), (hx_str){ NULL, 0 });
+    if (render(t, &ids, &n, &err) != 0 || answer(t, ids, n, &err) != 0) {
+        fprintf(stderr, "hoist: %s\n", err.msg);
+        t->history.n = before;
+        if (t->history.p != NULL)
+            t->history.p[before] = '\0';
+    } else {
+        add_message(t, "assistant", (hx_str){ t->content.p, t->content.n },
+                    (hx_str){ t->reasoning.p, t->reasoning.n });
+    }
+    hx_free(ids);
+}
+
+/* ---- commands ----------------------------------------------------------- */
+
+/* Returns false for /quit. */
+static bool command(chat *t, const char *line)
+{
+    if (strcmp(line, "/quit") == 0 || strcmp(line, "/exit") == 0)
+        return false;
+    if (strcmp(line, "/new") == 0) {
+        hx_sb_free(&t->history);
+        printf("new conversation\n");
+    } else if (strcmp(line, "/think") == 0) {
+        t->show_reasoning = !t->show_reasoning;
+        if (t->show_reasoning && t->reasoning.n > 0)
+            printf("%s%.*s%s\n", dim(t, true), (int)t->reasoning.n, t->reasoning.p, dim(t, false));
+        printf("reasoning is %s\n", t->show_reasoning ? "shown" : "folded");
+    } else if (strncmp(line, "/effort ", 8) == 0) {
+        for (size_t i = 0; i < HX_LEN(efforts); i++)
+            if (strcmp(line + 8, efforts[i]) == 0)
+                t->effort = (int)i;
+        printf("reasoning effort is %s\n", efforts[t->effort]);
+    } else {
+        printf("/new starts over, /think shows or folds reasoning, /effort low|high|max, /quit; "
+               "Ctrl-C stops an answer\n");
+    }
+    return true;
+}
+
+static void loop(chat *t)
+{
+    char *line = NULL;
+    size_t cap = 0;
+    ssize_t n;
+
+    for (;;) {
+        if (t->person) {
+            printf("> ");
+            fflush(stdout);
+        }
+        interrupted = 0;
+        n = getline(&line, &cap, stdin);
+        if (n < 0 && interrupted && t->person) {      /* Ctrl-C at the prompt */
+            clearerr(stdin);
+            printf("\n(Ctrl-D or /quit leaves)\n");
+            continue;
+        }
+        if (n < 0)
+            break;
+        while (n > 0 && (line[n - 1] == '\n' || line[n - 1] == '\r'))
+            line[--n] = '\0';
+        if (n == 0)
+            continue;
+        if ((size_t)n > LINE_MAX_BYTES || !hx_utf8_ok(line, (size_t)n)) {
+            fprintf(stderr, "hoist: that line is not UTF-8 or longer than 1 MiB\n");
+            continue;
+        }
+        if (line[0] == '/') {
+            if (!command(t, line))
+                break;
+            continue;
+        }
+        turn(t, line);
+    }
+    free(line);
+}
+
+int cmd_chat(const hx_cli *c)
+{
+    struct sigaction act = { .sa_handler = on_int };
+    chat t = { .c = c, .person = isatty(0) == 1 && isatty(1) == 1 };
+    hx_cli one = *c;
+    int rc;
+
+    one.streams = 1;
+    if ((rc = cli_open_engine(&t.e, &one)) != 0)
+        return rc;
+    hx_get_info(t.e, &t.info);
+    if (t.person)
+        printf("%s, context %lld tokens. /help lists commands.\n", t.info.name,
+               (long long)t.info.ctx_tokens);
+    sigaction(SIGINT, &act, NULL);       /* no SA_RESTART: reading a line gives up */
+    loop(&t);
+    hx_sb_free(&t.history);
+    hx_sb_free(&t.content);
+    hx_sb_free(&t.reasoning);
+    hx_close(t.e);
+    return 0;
+}

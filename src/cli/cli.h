@@ -1,0 +1,33 @@
+/* cli.h - what the files of the command line share: parsed options and the commands. */
+#ifndef HX_CLI_H
+#define HX_CLI_H
+
+#include <stdio.h>
+
+#include "base/base.h"
+
+/* Values of all options; which a command takes is a column of the table in main.c. */
+typedef struct {
+    const char *model;
+    const char *what;                    /* bench ops|decode|prefill */
+    const char *prompt, *ids, *out, *positions, *json;
+    const char *host, *api_key, *served_name, *cors, *device, *isa, *cpus, *kv;
+    int64_t     port, ctx, threads, streams, queue, n, seed;
+    uint64_t    cache;
+    double      temp;
+    bool        has_temp, has_seed, raw, tensors, verify, official, help;
+} hx_cli;
+
+/* An engine with loading progress on stderr. Prints its own error. */
+int cli_open_engine(hx_engine **out, const hx_cli *c);
+int cli_fail(const hx_err *err);         /* "hoist: sentence" on stderr; exit status 1 */
+void cli_bytes(char out[32], uint64_t n);        /* "1.5 GiB" */
+
+int cmd_serve(const hx_cli *c);
+int cmd_run(const hx_cli *c);
+int cmd_chat(const hx_cli *c);
+int cmd_logits(const hx_cli *c);
+int cmd_inspect(const hx_cli *c);
+int cmd_bench(const hx_cli *c);
+
+#endif

@@ -1,0 +1,364 @@
+/* main.c - the command line: one table of commands and one of options, from which help, man
+ * page and parsing follow; opening an engine with its progress. Commands live in run.c, chat.c
+ * and tools.c. The only place that prints or sets the exit status. */
+#include <errno.h>
+#include <inttypes.h>
+#include <math.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "cli/cli.h"
+
+/* ---- tables ----------------------------------------------------------- */
+
+enum { SERVE = 1, RUN = 2, CHAT = 4, LOGITS = 8, INSPECT = 16, BENCH = 32,
+       ENGINE = SERVE | RUN | CHAT | LOGITS | BENCH };
+
+typedef struct {
+    const char *name, *args, *help;
+    int         bit;
+    int       (*run)(const hx_cli *c);
+} command;
+
+static const command commands[] = {
+    { "serve", "[MODEL]", "serve MODEL over HTTP (default: the bundled demo model)", SERVE, cmd_serve },
+    { "chat", "[MODEL]", "talk to MODEL in the terminal", CHAT, cmd_chat },
+    { "run", "MODEL -p TEXT", "one answer on standard output, figures on standard error", RUN, cmd_run },
+    { "logits", "MODEL --ids FILE --out FILE", "write float32 logits of a list of token ids", LOGITS,
+      cmd_logits },
+    { "inspect", "MODEL", "what a checkpoint holds", INSPECT, cmd_inspect },
+    { "bench", "[ops|decode|prefill] [MODEL]", "measured speed beside this machine's ceilings", BENCH,
+      cmd_bench },
+};
+
+typedef enum { OPT_STR, OPT_INT, OPT_SIZE, OPT_NUM, OPT_FLAG } option_kind;
+
+typedef struct {
+    const char *name, *arg, *help;
+    option_kind kind;
+    size_t      offset;          /* in hx_cli */
+    size_t      given;           /* bool set when the option is there; 0: none */
+    int         where;
+    int64_t     min, max;
+} option;
+
+#define AT(m) offsetof(hx_cli, m)
+static const option options[] = {
+    { "--host", "ADDR", "address to listen on (127.0.0.1)", OPT_STR, AT(host), 0, SERVE, 0, 0 },
+    { "--port", "N", "port to listen on (30000); 0 picks a free one", OPT_INT, AT(port), 0, SERVE, 0, 65535 },
+    { "--api-key", "KEY", "ask clients for this key", OPT_STR, AT(api_key), 0, SERVE, 0, 0 },
+    { "--served-name", "NAME", "the model's name in the API (its folder's)", OPT_STR, AT(served_name), 0,
+      SERVE, 0, 0 },
+    { "--cors", "ORIGIN", "allowed browser origin, or off (*)", OPT_STR, AT(cors), 0, SERVE, 0, 0 },
+    { "--official-tokens", NULL, "special tokens spelled in messages become tokens, as the official code does",
+      OPT_FLAG, AT(official), 0, SERVE | CHAT | RUN, 0, 0 },
+    { "--ctx", "N", "longest sequence in tokens (the model's, within the memory)", OPT_INT, AT(ctx), 0,
+      ENGINE, 1, INT32_MAX },
+    { "--streams", "N", "sequences decoded together (8)", OPT_INT, AT(streams), 0, SERVE | BENCH, 1, 64 },
+    { "--queue", "N", "requests that may wait (256)", OPT_INT, AT(queue), 0, SERVE, 1, 1 << 20 },
+    { "--cache", "SIZE", "sequence memory (what the streams need, at most a quarter of the memory)",
+      OPT_SIZE, AT(cache), 0, ENGINE, 0, 0 },
+    { "--kv", "bf16|f32", "how attention memory is kept (bf16)", OPT_STR, AT(kv), 0, ENGINE, 0, 0 },
+    { "--threads", "N", "compute threads (one per CPU this process may use)", OPT_INT, AT(threads), 0,
+      ENGINE, 1, 1024 },
+    { "--cpus", "LIST", "CPUs to pin them to, like 0-7,16", OPT_STR, AT(cpus), 0, ENGINE, 0, 0 },
+    { "--isa", "NAME", "avx512, avx2 or scalar (the best this CPU has)", OPT_STR, AT(isa), 0, ENGINE, 0, 0 },
+    { "--device", "NAME", "cpu, or ref: the double-precision reference, slow (cpu)", OPT_STR, AT(device),
+      0, ENGINE, 0, 0 },
+    { "-p", "TEXT", "the prompt", OPT_STR, AT(prompt), 0, RUN, 0, 0 },
+    { "-n", "N", "most tokens to generate", OPT_INT, AT(n), 0, RUN | CHAT | BENCH, 1, INT32_MAX },
+    { "--temp", "T", "temperature; 0 is greedy (the model's)", OPT_NUM, AT(temp), AT(has_temp),
+      RUN | CHAT, 0, 100 },
+    { "--seed", "S", "seed of the draws (random)", OPT_INT, AT(seed), AT(has_seed), RUN | CHAT | BENCH, 0,
+      INT64_MAX },
+    { "--raw", NULL, "the prompt as it is, without the chat template", OPT_FLAG, AT(raw), 0, RUN, 0, 0 },
+    { "--ids", "FILE", "JSON list of token ids", OPT_STR, AT(ids), 0, LOGITS, 0, 0 },
+    { "--out", "FILE", "where the result goes", OPT_STR, AT(out), 0, LOGITS, 0, 0 },
+    { "--positions", "all|last:N", "which rows (all)", OPT_STR, AT(positions), 0, LOGITS, 0, 0 },
+    { "--json", "FILE", "write the figures there too", OPT_STR, AT(json), 0, BENCH, 0, 0 },
+    { "--tensors", NULL, "list every tensor", OPT_FLAG, AT(tensors), 0, INSPECT, 0, 0 },
+    { "--verify", NULL, "read every byte and check every rule", OPT_FLAG, AT(verify), 0, INSPECT, 0, 0 },
+    { "--help", NULL, "this text", OPT_FLAG, AT(help), 0, ~0, 0, 0 },
+};
+
+/* ---- help ------------------------------------------------------------- */
+
+static void print_options(FILE *f, int where)
+{
+    for (size_t i = 0; i < HX_LEN(options); i++) {
+        const option *o = &options[i];
+        char left[64];
+
+        if ((o->where & where) == 0)
+            continue;
+        snprintf(left, sizeof left, "%s%s%s", o->name, o->arg ? " " : "", o->arg ? o->arg : "");
+        fprintf(f, "  %-22s %s\n", left, o->help);
+    }
+}
+
+static void print_usage(FILE *f)
+{
+    fprintf(f, "hoist %s - runs mixture-of-experts models far larger than the GPU\n\nusage:\n", HX_VERSION);
+    for (size_t i = 0; i < HX_LEN(commands); i++)
+        fprintf(f, "  hoist %-8s %-28s %s\n", commands[i].name, commands[i].args, commands[i].help);
+    fprintf(f, "\nhoist COMMAND --help lists a command's options. SIZE is like 24GiB or 900MB.\n"
+               "MODEL is a folder with config.json and safetensors, or synthetic:glm-5.3-flash[,layers=N].\n");
+}
+
+static void print_help(const command *c)
+{
+    printf("usage: hoist %s %s [options]\n\n%s.\n\n", c->name, c->args, c->help);
+    print_options(stdout, c->bit);
+}
+
+static void print_man(void)
+{
+    printf(".TH HOIST 1 \"\" \"hoist %s\"\n.SH NAME\nhoist \\- run and serve mixture-of-experts models\n"
+           ".SH SYNOPSIS\n", HX_VERSION);
+    for (size_t i = 0; i < HX_LEN(commands); i++)
+        printf(".B hoist %s\n%s [options]\n.br\n", commands[i].name, commands[i].args);
+    printf(".SH COMMANDS\n");
+    for (size_t i = 0; i < HX_LEN(commands); i++)
+        printf(".TP\n.B %s\n%s.\n", commands[i].name, commands[i].help);
+    printf(".SH OPTIONS\n");
+    for (size_t i = 0; i < HX_LEN(options); i++) {
+        printf(".TP\n.B \\%s %s\n%s. Commands:", options[i].name, options[i].arg ? options[i].arg : "",
+               options[i].help);
+        for (size_t j = 0; j < HX_LEN(commands); j++)
+            if (options[i].where & commands[j].bit)
+                printf(" %s", commands[j].name);
+        printf(".\n");
+    }
+    printf(".SH EXIT STATUS\n0 on success, 1 on an error (one sentence on standard error), 2 for wrong usage.\n");
+}
+
+/* ---- parsing ---------------------------------------------------------- */
+
+static const option *find_option(const char *name, int where)
+{
+    for (size_t i = 0; i < HX_LEN(options); i++)
+        if (strcmp(options[i].name, name) == 0 && (options[i].where & where) != 0)
+            return &options[i];
+    return NULL;
+}
+
+static int set_int(const option *o, const char *value, int64_t *out, hx_err *err)
+{
+    char *end;
+
+    errno = 0;
+    *out = strtoll(value, &end, 10);
+    if (*value == '\0' || *end != '\0' || errno != 0 || *out < o->min || *out > o->max)
+        return hx_fail(err, HX_EARG, "%s: \"%.60s\", expected an integer in %" PRId64 "..%" PRId64, o->name,
+                       value, o->min, o->max);
+    return 0;
+}
+
+static int set_num(const option *o, const char *value, double *out, hx_err *err)
+{
+    char *end;
+
+    *out = strtod(value, &end);
+    if (*value == '\0' || *end != '\0' || !(*out >= (double)o->min && *out <= (double)o->max))
+        return hx_fail(err, HX_EARG, "%s: \"%.60s\", expected a number in %" PRId64 "..%" PRId64, o->name,
+                       value, o->min, o->max);
+    return 0;
+}
+
+static int set_option(hx_cli *c, const option *o, const char *value, hx_err *err)
+{
+    char *at = (char *)c + o->offset;
+
+    if (o->given != 0)
+        *((bool *)(void *)((char *)c + o->given)) = true;
+    switch (o->kind) {
+    case OPT_FLAG:
+        *(bool *)(void *)at = true;
+        return 0;
+    case OPT_STR:
+        memcpy(at, &value, sizeof value);
+        return 0;
+    case OPT_INT:
+        return set_int(o, value, (int64_t *)(void *)at, err);
+    case OPT_NUM:
+        return set_num(o, value, (double *)(void *)at, err);
+    case OPT_SIZE:
+        return hx_parse_size(value, (uint64_t *)(void *)at, err);
+    }
+    return 0;
+}
+
+/* A word that is no option: bench's first may say what, the next is the model. */
+static int set_word(hx_cli *c, const command *cmd, const char *word, hx_err *err)
+{
+    const bool what = cmd->bit == BENCH && c->what == NULL && c->model == NULL &&
+                      (strcmp(word, "ops") == 0 || strcmp(word, "decode") == 0 ||
+                       strcmp(word, "prefill") == 0);
+
+    if (what)
+        c->what = word;
+    else if (c->model == NULL)
+        c->model = word;
+    else
+        return hx_fail(err, HX_EARG, "unexpected word \"%.80s\"", word);
+    return 0;
+}
+
+static int parse(hx_cli *c, const command *cmd, int argc, char **argv, hx_err *err)
+{
+    for (int i = 2; i < argc; i++) {
+        const option *o;
+        int rc;
+
+        if (argv[i][0] != '-' || argv[i][1] == '\0') {
+            if ((rc = set_word(c, cmd, argv[i], err)) != 0)
+                return rc;
+            continue;
+        }
+        if ((o = find_option(strcmp(argv[i], "-h") == 0 ? "--help" : argv[i], cmd->bit)) == NULL)
+            return hx_fail(err, HX_EARG, "%s has no option %.60s; see hoist %s --help", cmd->name, argv[i],
+                           cmd->name);
+        if (o->kind != OPT_FLAG && i + 1 == argc)
+            return hx_fail(err, HX_EARG, "%s needs a value (%s)", o->name, o->arg);
+        if ((rc = set_option(c, o, o->kind == OPT_FLAG ? NULL : argv[++i], err)) != 0)
+            return rc;
+    }
+    return 0;
+}
+
+/* ---- what commands share ---------------------------------------------- */
+
+int cli_fail(const hx_err *err)
+{
+    fprintf(stderr, "hoist: %s\n", err->msg);
+    return 1;
+}
+
+void cli_bytes(char out[32], uint64_t n)
+{
+    static const char *const unit[] = { "B", "KiB", "MiB", "GiB", "TiB" };
+    double v = (double)n;
+    size_t u = 0;
+
+    while (v >= 1024 && u + 1 < HX_LEN(unit)) {
+        v /= 1024;
+        u++;
+    }
+    snprintf(out, 32, u == 0 ? "%.0f %s" : "%.1f %s", v, unit[u]);
+}
+
+static void on_log(void *ud, int level, const char *line)
+{
+    (void)ud;
+    if (level <= HX_LOG_WARN)
+        fprintf(stderr, "hoist: %s%s\n", level == HX_LOG_WARN ? "warning: " : "", line);
+}
+
+/* The folder of the demo model: beside the program's build folder, or installed. */
+static const char *demo_model(char *path, size_t cap)
+{
+    static const char *const places[] = { "/../models/demo-exl3", "/../../models/demo-exl3",
+                                          "/../share/hoist/demo-exl3" };
+    char exe[2048];
+    const ssize_t n = readlink("/proc/self/exe", exe, sizeof exe - 1);
+    char *slash;
+
+    if (n > 0) {
+        exe[n] = '\0';
+        if ((slash = strrchr(exe, '/')) != NULL)
+            *slash = '\0';
+        for (size_t i = 0; i < HX_LEN(places); i++) {
+            snprintf(path, cap, "%s%s", exe, places[i]);
+            if (access(path, R_OK) == 0)
+                return path;
+        }
+    }
+    return "models/demo-exl3";
+}
+
+typedef struct { int64_t start_us, last_us; bool person; } load_view;
+
+/* A bar when a person watches, else silence: loading ends with one line anyway. */
+static void on_load(void *ud, uint64_t done, uint64_t total)
+{
+    load_view *v = ud;
+    const int64_t now = hx_now_us();
+    const int width = 30, full = total != 0 ? (int)((double)done / (double)total * width) : width;
+    char a[32], b[32];
+
+    if (!v->person || now - v->start_us < 300000 || (now - v->last_us < 100000 && done < total))
+        return;
+    v->last_us = now;
+    cli_bytes(a, done);
+    cli_bytes(b, total);
+    fprintf(stderr, "\rloading [%.*s%*s] %s of %s ", full, "##############################", width - full,
+            "", a, b);
+    if (done == total)
+        fprintf(stderr, "\r%70s\r", "");
+}
+
+int cli_open_engine(hx_engine **out, const hx_cli *c)
+{
+    load_view view = { .start_us = hx_now_us(), .person = isatty(2) == 1 };
+    hx_options opt = { .model_dir = c->model, .device = c->device, .cpu_isa = c->isa, .cpus = c->cpus,
+                       .n_threads = (int32_t)c->threads, .ctx_tokens = c->ctx,
+                       .max_streams = (int32_t)c->streams, .max_queue = c->queue,
+                       .cache_bytes = c->cache, .on_load = on_load, .on_load_ud = &view };
+    hx_err err = { 0 };
+
+    if (c->kv != NULL && strcmp(c->kv, "f32") == 0)
+        opt.kv = HX_KV_F32;
+    if (hx_open(out, &opt, &err) != 0)
+        return cli_fail(&err);
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    const command *cmd = NULL;
+    hx_cli c = { .port = 30000 };
+    char demo[2100];
+    hx_err err = { 0 };
+
+    signal(SIGPIPE, SIG_IGN);
+    hx_on_log(on_log, NULL);
+    if (argc < 2 || strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0) {
+        print_usage(argc < 2 ? stderr : stdout);
+        return argc < 2 ? 2 : 0;
+    }
+    if (strcmp(argv[1], "--version") == 0) {
+        printf("hoist %s\n", HX_VERSION);
+        return 0;
+    }
+    if (strcmp(argv[1], "--man") == 0) {
+        print_man();
+        return 0;
+    }
+    for (size_t i = 0; i < HX_LEN(commands); i++)
+        if (strcmp(commands[i].name, argv[1]) == 0)
+            cmd = &commands[i];
+    if (cmd == NULL) {
+        fprintf(stderr, "hoist: no command \"%.60s\"; see hoist --help\n", argv[1]);
+        return 2;
+    }
+    if (parse(&c, cmd, argc, argv, &err) != 0) {
+        cli_fail(&err);
+        return 2;
+    }
+    if (c.help) {
+        print_help(cmd);
+        return 0;
+    }
+    if (c.kv != NULL && strcmp(c.kv, "f32") != 0 && strcmp(c.kv, "bf16") != 0) {
+        fprintf(stderr, "hoist: --kv: \"%.40s\", expected bf16 or f32\n", c.kv);
+        return 2;
+    }
+    if (c.model == NULL && (cmd->bit & (SERVE | CHAT | BENCH)) != 0)
+        c.model = demo_model(demo, sizeof demo);
+    if (c.model == NULL) {
+        fprintf(stderr, "hoist: %s needs a MODEL; see hoist %s --help\n", cmd->name, cmd->name);
+        return 2;
+    }
+    return cmd->run(&c);
+}

@@ -1,0 +1,311 @@
+/* run.c - the commands that run a model once or serve it: serve, run, logits. Uses hoist.h and
+ * serve.h only, as any other program would. */
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "cli/cli.h"
+#include "serve/serve.h"
+
+/* ---- serve ------------------------------------------------------------ */
+
+typedef struct {
+    const hx_cli *c;
+    hx_server    *server;
+    hx_engine    *engine;
+    int           rc;
+} loader;
+
+/* Loads while the server already answers /health with 503. */
+static void *load(void *ud)
+{
+    loader *l = ud;
+    const int64_t start = hx_now_us();
+    hx_info info;
+
+    if ((l->rc = cli_open_engine(&l->engine, l->c)) != 0) {
+        hx_server_stop(l->server);
+        return NULL;
+    }
+    hx_get_info(l->engine, &info);
+    hx_server_set_engine(l->server, l->engine);
+    printf("loaded in %.2f s: %s, context %lld, %d streams, %s\n",
+           (double)(hx_now_us() - start) / 1e6, info.name, (long long)info.ctx_tokens, info.max_streams,
+           info.device);
+    printf("serving on http://%s:%d\n", l->c->host ? l->c->host : "127.0.0.1", hx_server_port(l->server));
+    fflush(stdout);
+    return NULL;
+}
+
+/* The thread that waits for SIGINT and SIGTERM; the others have them blocked. */
+static void *wait_signal(void *ud)
+{
+    sigset_t set;
+    int sig;
+
+    sigemptyset(&set);
+    sigaddset(&set, SIGINT);
+    sigaddset(&set, SIGTERM);
+    sigwait(&set, &sig);
+    hx_server_stop(ud);
+    return NULL;
+}
+
+int cmd_serve(const hx_cli *c)
+{
+    const hx_server_opt opt = { .host = c->host, .port = (int32_t)c->port, .api_key = c->api_key,
+                                .served_name = c->served_name, .cors = c->cors,
+                                .official_tokens = c->official };
+    loader l = { .c = c };
+    pthread_t load_thread, signal_thread;
+    hx_err err = { 0 };
+    sigset_t set;
+    int rc;
+
+    sigemptyset(&set);
+    sigaddset(&set, SIGINT);
+    sigaddset(&set, SIGTERM);
+    pthread_sigmask(SIG_BLOCK, &set, NULL);
+    if (hx_server_open(&l.server, &opt, &err) != 0)
+        return cli_fail(&err);
+    if (pthread_create(&signal_thread, NULL, wait_signal, l.server) != 0 ||
+        pthread_create(&load_thread, NULL, load, &l) != 0) {
+        fprintf(stderr, "hoist: the system refuses another thread\n");
+        return 1;
+    }
+    rc = hx_server_run(l.server, &err);
+    pthread_join(load_thread, NULL);
+    pthread_kill(signal_thread, SIGTERM);
+    pthread_join(signal_thread, NULL);
+    hx_server_close(l.server);
+    hx_close(l.engine);
+    return rc != 0 ? cli_fail(&err) : l.rc;
+}
+
+/* ---- run -------------------------------------------------------------- */
+
+/* The prompt's ids: the text as it is, or as one user message in the chat template. */
+static int prompt_ids(hx_engine *e, const hx_cli *c, int32_t **ids, int64_t *n)
+{
+    const hx_str text = hx_str_c(c->prompt);
+    const hx_render_opt opt = { .official = c->official };
+    hx_err err = { 0 };
+    hx_sb json = { 0 };
+    int rc;
+
+    if (c->raw) {
+        *n = hx_tokenize(e, text, true, NULL, 0);
+        if (*n < 0) {
+            hx_fail(&err, (int)*n, "prompt: cannot be tokenized (%s)", hx_strerror((int)*n));
+            return cli_fail(&err);
+        }
+        if ((*ids = hx_new(int32_t, HX_MAX(*n, 1))) == NULL) {
+            hx_fail(&err, HX_ENOMEM, "prompt: no memory");
+            return cli_fail(&err);
+        }
+        hx_tokenize(e, text, true, *ids, *n);
+        return 0;
+    }
+    hx_sb_str(&json, "{\"messages\":[{\"role\":\"user\",\"content\":");
+    hx_json_put_str(&json, text);
+    hx_sb_str(&json, "}],\"add_generation_prompt\":true}");
+    rc = json.bad ? hx_fail(&err, HX_ENOMEM, "prompt: no memory")
+                  : hx_render(e, (hx_str){ json.p, json.n }, &opt, ids, n, NULL, &err);
+    hx_sb_free(&json);
+    return rc != 0 ? cli_fail(&err) : 0;
+}
+
+static void print_tokens(const hx_engine *e, const hx_event *ev, hx_utf8_stream *utf8)
+{
+    hx_sb out = { 0 };
+    int32_t from = 0;
+
+    for (int32_t i = 0; i < ev->n_tokens; i++) {
+        bool special;
+
+        hx_token_bytes(e, ev->tokens[i], &special);
+        if (!special)
+            hx_utf8_feed(utf8, (hx_str){ ev->bytes.p + from, (size_t)(ev->end[i] - from) }, &out);
+        from = ev->end[i];
+    }
+    fwrite(out.p != NULL ? out.p : "", 1, out.n, stdout);
+    fflush(stdout);
+    hx_sb_free(&out);
+}
+
+static void print_figures(const hx_event *ev)
+{
+    static const char *const why[] = { "", "end token", "stop text", "length", "cancelled" };
+    const double read_s = (double)(ev->times.first_us - ev->times.started_us) / 1e6;
+    const double made_s = (double)(ev->times.done_us - ev->times.first_us) / 1e6;
+
+    fprintf(stderr, "\nprompt %lld tokens in %.3f s (%.0f tok/s), answer %lld tokens in %.3f s (%.1f tok/s), %s\n",
+            (long long)ev->prompt, read_s, (double)ev->prompt / HX_MAX(read_s, 1e-6),
+            (long long)ev->generated, made_s, (double)(ev->generated - 1) / HX_MAX(made_s, 1e-6),
+            why[ev->stop]);
+}
+
+static void show_progress(const hx_event *ev)
+{
+    if (isatty(2) == 1 && ev->prompt > 2048 && ev->prefilled < ev->prompt)
+        fprintf(stderr, "\rreading prompt: %lld of %lld tokens ", (long long)ev->prefilled,
+                (long long)ev->prompt);
+    else if (isatty(2) == 1 && ev->prompt > 2048)
+        fprintf(stderr, "\r%60s\r", "");
+}
+
+static int generate(hx_engine *e, const hx_cli *c, const int32_t *ids, int64_t n)
+{
+    hx_info info;
+    hx_utf8_stream utf8 = { 0 };
+    hx_sb rest = { 0 };
+    hx_stream *s;
+    hx_event ev;
+    hx_err err = { 0 };
+
+    hx_get_info(e, &info);
+    const hx_request r = { .tokens = ids, .n_tokens = n, .max_new = c->n,
+                           .temperature = c->has_temp ? (float)c->temp : info.temperature,
+                           .top_p = info.top_p, .top_k = info.top_k, .progress = true,
+                           .seed = c->has_seed ? (uint64_t)c->seed : (uint64_t)hx_now_us() };
+
+    if (hx_submit(e, &r, &s, &err) != 0)
+        return cli_fail(&err);
+    do {
+        hx_next(s, &ev, -1);
+        if (ev.kind == HX_EV_TOKENS)
+            print_tokens(e, &ev, &utf8);
+        else if (ev.kind == HX_EV_PROGRESS)
+            show_progress(&ev);
+    } while (ev.kind != HX_EV_DONE && ev.kind != HX_EV_ERROR);
+    hx_utf8_end(&utf8, &rest);
+    fwrite(rest.p != NULL ? rest.p : "", 1, rest.n, stdout);
+    hx_sb_free(&rest);
+    if (ev.kind == HX_EV_DONE)
+        print_figures(&ev);
+    err = ev.err;
+    hx_stream_free(s);
+    return ev.kind == HX_EV_ERROR ? cli_fail(&err) : 0;
+}
+
+int cmd_run(const hx_cli *c)
+{
+    hx_cli one = *c;
+    hx_engine *e;
+    int32_t *ids = NULL;
+    int64_t n = 0;
+    int rc;
+
+    one.streams = 1;
+    if (c->prompt == NULL) {
+        fprintf(stderr, "hoist: run needs a prompt: -p TEXT\n");
+        return 2;
+    }
+    if ((rc = cli_open_engine(&e, &one)) != 0)
+        return rc;
+    if ((rc = prompt_ids(e, c, &ids, &n)) == 0)
+        rc = generate(e, c, ids, n);
+    hx_free(ids);
+    hx_close(e);
+    return rc;
+}
+
+/* ---- logits ----------------------------------------------------------- */
+
+static int read_ids(const char *path, int32_t **ids, int64_t *n, hx_err *err)
+{
+    char *text;
+    size_t bytes;
+    hx_json *j = NULL;
+    int rc;
+
+    if ((rc = hx_file_read(path, 64u << 20, &text, &bytes, err)) != 0)
+        return rc;
+    rc = hx_json_parse(&j, (hx_str){ text, bytes }, 0, err);
+    hx_free(text);
+    if (rc == 0 && (hx_json_kind(j) != HX_JSON_ARRAY || hx_json_len(j) == 0))
+        rc = hx_fail(err, HX_EFORMAT, "%s: expected a list of token ids", path);
+    if (rc == 0) {
+        *n = (int64_t)hx_json_len(j);
+        if ((*ids = hx_new(int32_t, *n)) == NULL)
+            rc = hx_fail(err, HX_ENOMEM, "%s: no memory for %lld ids", path, (long long)*n);
+    }
+    for (int64_t i = 0; rc == 0 && i < *n; i++) {
+        const int64_t id = hx_json_int(hx_json_at(j, (size_t)i), -1);
+
+        if (id < 0 || id > INT32_MAX)
+            rc = hx_fail(err, HX_EFORMAT, "%s: element %lld is no token id", path, (long long)i);
+        else
+            (*ids)[i] = (int32_t)id;
+    }
+    hx_json_free(j);
+    return rc;
+}
+
+static int first_position(const char *positions, int64_t n, int64_t *from, hx_err *err)
+{
+    long long last;
+    char end;
+
+    *from = 0;
+    if (positions == NULL || strcmp(positions, "all") == 0)
+        return 0;
+    if (sscanf(positions, "last:%lld%c", &last, &end) != 1 || last < 1)
+        return hx_fail(err, HX_EARG, "--positions: \"%.40s\", expected all or last:N", positions);
+    *from = HX_MAX(0, n - last);
+    return 0;
+}
+
+static int write_floats(const char *path, const float *p, size_t n, hx_err *err)
+{
+    FILE *f = fopen(path, "wb");
+
+    if (f == NULL)
+        return hx_fail(err, HX_EIO, "%s: %s", path, strerror(errno));
+    if (fwrite(p, sizeof *p, n, f) != n || fclose(f) != 0)
+        return hx_fail(err, HX_EIO, "%s: write failed: %s", path, strerror(errno));
+    return 0;
+}
+
+int cmd_logits(const hx_cli *c)
+{
+    hx_cli one = *c;
+    hx_engine *e = NULL;
+    int32_t *ids = NULL;
+    int64_t n = 0, from = 0;
+    float *logits = NULL;
+    hx_info info;
+    hx_err err = { 0 };
+    int rc;
+
+    if (c->ids == NULL || c->out == NULL) {
+        fprintf(stderr, "hoist: logits needs --ids FILE and --out FILE\n");
+        return 2;
+    }
+    one.streams = 1;
+    if ((rc = read_ids(c->ids, &ids, &n, &err)) != 0 ||
+        (rc = first_position(c->positions, n, &from, &err)) != 0) {
+        hx_free(ids);
+        return cli_fail(&err);
+    }
+    if ((rc = cli_open_engine(&e, &one)) != 0) {
+        hx_free(ids);
+        return rc;
+    }
+    hx_get_info(e, &info);
+    const size_t count = (size_t)(n - from) * (size_t)info.n_vocab;
+    if ((logits = hx_new(float, count)) == NULL)
+        rc = hx_fail(&err, HX_ENOMEM, "logits: no memory for %lld rows of %d", (long long)(n - from),
+                     info.n_vocab);
+    const hx_score_args a = { .tokens = ids, .n_tokens = n, .from = from, .logits = logits };
+    if (rc == 0 && (rc = hx_score(e, &a, &err)) == 0)
+        rc = write_floats(c->out, logits, count, &err);
+    if (rc == 0)
+        fprintf(stderr, "wrote %lld rows of %d logits to %s\n", (long long)(n - from), info.n_vocab, c->out);
+    hx_free(logits);
+    hx_free(ids);
+    hx_close(e);
+    return rc != 0 ? cli_fail(&err) : 0;
+}

@@ -1,0 +1,773 @@
+/* ops.c - devices by name, their memory, and one checked entry per operation.
+ *
+ * Called by model (operations) and engine (open, close, memory). Every argument is checked
+ * here, once for all backends, and the backend's table is called; backends trust what they
+ * get. Nothing here computes. Both backends run on the host, so ids and picks are read here
+ * too; a backend with memory of its own must check those where they lie. */
+#include <math.h>
+#include <stdio.h>
+
+#include "dev/cpu.h"
+#include "dev/ref.h"
+
+enum {
+    MAX_STREAMS = 8,    /* residual streams; backends keep per-row arrays of them */
+    MAX_TAPS = 8,
+    MAX_POOL = 8,
+    MAX_TOP = 20,       /* alternatives of a sampled row */
+};
+
+/* ---- checks ---------------------------------------------------------- */
+
+/* The first failed check of a call; later ones do nothing. */
+typedef struct {
+    const char *op;
+    hx_err     *err;
+    int         rc;
+} check;
+
+enum { F32 = 4, I32 = 4 };      /* bytes */
+
+#define REFUSE(c, ...)                                                                   \
+    do {                                                                                 \
+        if ((c)->rc == 0)                                                                \
+            (c)->rc = hx_fail((c)->err, HX_EARG, __VA_ARGS__);                           \
+    } while (0)
+
+static void range(check *c, const char *name, int64_t v, int64_t lo, int64_t hi)
+{
+    if (v < lo || v > hi)
+        REFUSE(c, "%s: %s is %lld, must be %lld to %lld", c->op, name, (long long)v,
+               (long long)lo, (long long)hi);
+}
+
+/* A count whose products are checked where buffers are. */
+static void at_least(check *c, const char *name, int64_t v, int64_t lo)
+{
+    if (v < lo)
+        REFUSE(c, "%s: %s is %lld, must be at least %lld", c->op, name, (long long)v, (long long)lo);
+}
+
+/* Four dimensions; unused ones are 1. False when the product overflows or one is negative. */
+static bool volume(int64_t a, int64_t b, int64_t d, int64_t e, size_t *out)
+{
+    return a >= 0 && b >= 0 && d >= 0 && e >= 0 && hx_mul((size_t)a, (size_t)b, out) &&
+           hx_mul(*out, (size_t)d, out) && hx_mul(*out, (size_t)e, out) && *out <= PTRDIFF_MAX;
+}
+
+/* b holds n bytes and is aligned for items of size bytes. */
+static void holds(check *c, const char *name, hx_buf b, size_t n, size_t size)
+{
+    if (n > 0 && b.p == NULL)
+        REFUSE(c, "%s: %s is missing, needs %zu bytes", c->op, name, n);
+    else if (b.n < n)
+        REFUSE(c, "%s: %s has %zu bytes, needs %zu", c->op, name, b.n, n);
+    else if ((uintptr_t)b.p % size != 0)
+        REFUSE(c, "%s: %s is not aligned to %zu bytes", c->op, name, size);
+}
+
+static void dense(check *c, const char *name, hx_buf b, int64_t n0, int64_t n1, int64_t n2)
+{
+    size_t n;
+
+    if (!volume(n0, n1, n2, F32, &n))
+        REFUSE(c, "%s: %s: shape [%lld, %lld, %lld] is negative or too large", c->op, name,
+               (long long)n0, (long long)n1, (long long)n2);
+    else
+        holds(c, name, b, n, F32);
+}
+
+/* rows of dim floats, ld floats apart. */
+static void strided(check *c, const char *name, hx_buf b, int64_t rows, int64_t dim, int64_t ld)
+{
+    size_t n;
+
+    if (ld < dim)
+        REFUSE(c, "%s: rows of %s are %lld floats apart, must be at least %lld", c->op, name,
+               (long long)ld, (long long)dim);
+    else if (!volume(rows, ld, 1, F32, &n))
+        REFUSE(c, "%s: %s: %lld rows of %lld floats are negative or too large", c->op, name,
+               (long long)rows, (long long)ld);
+    else if (rows > 0)
+        holds(c, name, b, n - (size_t)(ld - dim) * F32, F32);
+}
+
+static void not_negative(check *c, const char *name, float v)
+{
+    if (!(v >= 0 && v < (float)INFINITY))
+        REFUSE(c, "%s: %s is %g, must be 0 or more and finite", c->op, name, (double)v);
+}
+
+/* i32 ids, each lo .. hi - 1. */
+static void ids_in(check *c, const char *name, hx_buf b, int64_t n, int64_t lo, int64_t hi)
+{
+    dense(c, name, b, n, 1, 1);
+    for (int64_t i = 0; i < n && c->rc == 0; i++) {
+        const int32_t id = ((const int32_t *)b.p)[i];
+
+        if (id < lo || id >= hi)
+            REFUSE(c, "%s: %s[%lld] is %d, must be %lld to %lld", c->op, name, (long long)i, id,
+                   (long long)lo, (long long)hi - 1);
+    }
+}
+
+static void mat_exl3(check *c, const char *name, const hx_mat *m)
+{
+    const bool half = m->k2 % 2 != 0;       /* half bits exist below 4 and for MUL1 only */
+
+    if (m->suh == NULL || m->svh == NULL)
+        REFUSE(c, "%s: %s has no suh or svh", c->op, name);
+    else if (m->k2 < 2 || m->k2 > 16 || (half && (m->k2 > 7 || m->codebook != HX_CB_MUL1)))
+        REFUSE(c, "%s: %s has 2 x bits = %d; 2 to 16, odd ones 3, 5, 7 with mul1 only", c->op,
+               name, m->k2);
+    else if ((unsigned)m->codebook >= HX_N_CB)
+        REFUSE(c, "%s: %s has unknown codebook %d", c->op, name, (int)m->codebook);
+    else if (m->n_pad != (m->n + 127) / 128 * 128 || m->k_pad != (m->k + 127) / 128 * 128)
+        REFUSE(c, "%s: %s [%lld, %lld] is padded to [%lld, %lld], must be the next multiples of 128",
+               c->op, name, (long long)m->n, (long long)m->k, (long long)m->n_pad,
+               (long long)m->k_pad);
+}
+
+/* n, k: expected, or 0 for any. */
+static void mat(check *c, const char *name, const hx_mat *m, bool plain, int64_t n, int64_t k)
+{
+    size_t bytes;
+
+    if (m == NULL || m->w == NULL)
+        REFUSE(c, "%s: matrix %s is missing", c->op, name);
+    else if ((unsigned)m->fmt >= HX_N_FMT || (plain && m->fmt == HX_FMT_EXL3))
+        REFUSE(c, "%s: matrix %s has a format that this operation does not take (%s)", c->op, name,
+               (unsigned)m->fmt < HX_N_FMT ? hx_fmt_name(m->fmt) : "unknown");
+    else if (m->n < 1 || m->k < 1 || !volume(m->n, m->k, sizeof(double), 1, &bytes))
+        REFUSE(c, "%s: matrix %s is [%lld, %lld]", c->op, name, (long long)m->n, (long long)m->k);
+    else if ((n > 0 && m->n != n) || (k > 0 && m->k != k))
+        REFUSE(c, "%s: matrix %s is [%lld, %lld], expected [%lld, %lld]", c->op, name,
+               (long long)m->n, (long long)m->k, (long long)(n > 0 ? n : m->n),
+               (long long)(k > 0 ? k : m->k));
+    else if (m->fmt == HX_FMT_FP8 && (m->scale == NULL || m->block_n < 1 || m->block_k < 1))
+        REFUSE(c, "%s: matrix %s has no scales, or blocks of %d x %d", c->op, name, m->block_n,
+               m->block_k);
+    else if (m->fmt == HX_FMT_EXL3)
+        mat_exl3(c, name, m);
+}
+
+/* What a call does with the spans' positions. */
+enum {
+    OWNS = 1,       /* writes state of the slot: a slot at most once */
+    COMMITS = 2,    /* folds pending rows */
+    PENDS = 4,      /* its rows become pending */
+};
+
+static void span_ok(check *c, const hx_rows *rows, int32_t i, int use)
+{
+    const hx_span *s = &rows->span[i];
+    const int64_t first = i == 0 ? 0 : (int64_t)s[-1].row0 + s[-1].n_row;
+
+    if (s->slot < 0)
+        REFUSE(c, "%s: span %d: slot %d", c->op, i, s->slot);
+    else if (s->n_row < 0 || s->row0 < first || (int64_t)s->row0 + s->n_row > rows->n_row)
+        REFUSE(c, "%s: span %d: %d rows from %d on, expected rows %lld to %lld in order", c->op, i,
+               s->n_row, s->row0, (long long)first, (long long)rows->n_row - 1);
+    else if (s->pos0 < 0 || (int64_t)s->pos0 + s->n_row > INT32_MAX)
+        REFUSE(c, "%s: span %d: %d rows from position %d on", c->op, i, s->n_row, s->pos0);
+    else if ((use & COMMITS) != 0 && (s->commit < 0 || s->commit > HX_MIN(HX_PEND_MAX, s->pos0)))
+        REFUSE(c, "%s: span %d: %d pending rows to fold at position %d, must be 0 to %d", c->op, i,
+               s->commit, s->pos0, HX_MIN(HX_PEND_MAX, s->pos0));
+    else if ((use & PENDS) != 0 && s->n_row > HX_PEND_MAX)
+        REFUSE(c, "%s: span %d: %d rows, a slot holds %d pending", c->op, i, s->n_row, HX_PEND_MAX);
+    for (int32_t j = 0; j < i && (use & OWNS) != 0; j++)
+        if (rows->span[j].slot == s->slot)
+            REFUSE(c, "%s: spans %d and %d share slot %d", c->op, j, i, s->slot);
+}
+
+static void spans(check *c, const hx_rows *rows, int use)
+{
+    range(c, "rows", rows->n_row, 0, INT32_MAX);
+    range(c, "spans", rows->n_span, 0, INT32_MAX);
+    if (rows->n_span > 0 && rows->span == NULL)
+        REFUSE(c, "%s: spans are missing", c->op);
+    for (int32_t i = 0; i < rows->n_span && c->rc == 0; i++)
+        span_ok(c, rows, i, use);
+}
+
+/* Every slot of the spans has its [n1, n2] floats in b. */
+static void slots(check *c, const char *name, hx_buf b, const hx_rows *rows, int64_t n1, int64_t n2)
+{
+    for (int32_t i = 0; i < rows->n_span && c->rc == 0; i++)
+        dense(c, name, b, (int64_t)rows->span[i].slot + 1, n1, n2);
+}
+
+/* Pages of one slot for items from .. to - 1, per to a page. */
+static void pages_of(check *c, const char *name, const hx_pages *g, int32_t slot, int64_t from,
+                     int64_t to, int64_t per)
+{
+    for (int64_t p = from / per; p * per < to && c->rc == 0; p++) {
+        const int32_t id = p < g->max_page ? g->table[slot * g->max_page + p] : -1;
+
+        if (id < 0 || id >= g->n_page)
+            REFUSE(c, "%s: %s: slot %d has no page for positions from %lld on (entry %d of %lld pages)",
+                   c->op, name, slot, (long long)(p * HX_PAGE), id, (long long)g->n_page);
+    }
+}
+
+/* Paged memory, items of unit positions each. whole: also what earlier calls stored. */
+static void pages(check *c, const char *name, const hx_pages *g, const hx_rows *rows, int64_t unit,
+                  bool whole)
+{
+    const int64_t per = HX_PAGE / unit;
+    size_t n;
+
+    if (g->fmt != HX_CACHE_BF16 && g->fmt != HX_CACHE_F32)
+        REFUSE(c, "%s: %s has unknown format %d", c->op, name, (int)g->fmt);
+    at_least(c, "page width", g->width, 1);
+    at_least(c, "pages of a slot", g->max_page, 0);
+    if (c->rc != 0)
+        return;
+    const size_t size = g->fmt == HX_CACHE_F32 ? sizeof(float) : sizeof(uint16_t);
+    if (!volume(g->n_page, per, g->width, (int64_t)size, &n))
+        REFUSE(c, "%s: %s: %lld pages of width %lld", c->op, name, (long long)g->n_page,
+               (long long)g->width);
+    else
+        holds(c, name, g->data, n, size);
+    for (int32_t i = 0; i < rows->n_span && c->rc == 0; i++) {
+        const hx_span *s = &rows->span[i];
+        const int64_t end = ((int64_t)s->pos0 + s->n_row) / unit;
+
+        if (s->n_row > 0 && end > 0 && g->table == NULL)
+            REFUSE(c, "%s: %s has no page table", c->op, name);
+        else if (s->n_row > 0)
+            pages_of(c, name, g, s->slot, whole ? 0 : s->pos0 / unit, end, per);
+    }
+}
+
+/* Pools of n positions: no more than MAX_POOL, and a page holds whole ones. */
+static void pool_size(check *c, int64_t n)
+{
+    range(c, "positions of a pool", n, 1, MAX_POOL);
+    if (c->rc == 0 && HX_PAGE % n != 0)
+        REFUSE(c, "%s: pools of %lld positions do not divide a page of %d", c->op, (long long)n,
+               HX_PAGE);
+}
+
+/* Pools that the last row of any span sees. */
+static int64_t most_pools(const hx_rows *rows, int64_t n)
+{
+    int64_t most = 0;
+
+    for (int32_t i = 0; i < rows->n_span; i++)
+        most = HX_MAX(most, ((int64_t)rows->span[i].pos0 + rows->span[i].n_row) / n);
+    return most;
+}
+
+/* ---- the checks of each operation ------------------------------------ */
+
+static void check_embed(check *c, const hx_embed_args *a)
+{
+    mat(c, "table", a->table, true, 0, 0);
+    at_least(c, "streams", a->streams, 1);
+    if (c->rc != 0)
+        return;
+    dense(c, "y", a->y, a->rows, a->streams, a->table->k);
+    ids_in(c, "id", a->id, a->rows, 0, a->table->n);
+}
+
+static void check_rmsnorm(check *c, const hx_rmsnorm_args *a)
+{
+    at_least(c, "dim", a->dim, 1);
+    not_negative(c, "eps", a->eps);
+    strided(c, "x", a->x, a->rows, a->dim, a->ldx);
+    strided(c, "y", a->y, a->rows, a->dim, a->ldy);
+    if (a->w.p != NULL)
+        dense(c, "w", a->w, a->dim, 1, 1);
+}
+
+static void check_layernorm(check *c, const hx_layernorm_args *a)
+{
+    at_least(c, "dim", a->dim, 1);
+    not_negative(c, "eps", a->eps);
+    strided(c, "x", a->x, a->rows, a->dim, a->ldx);
+    strided(c, "y", a->y, a->rows, a->dim, a->ldy);
+    if (a->w.p != NULL)
+        dense(c, "w", a->w, a->dim, 1, 1);
+    if (a->b.p != NULL)
+        dense(c, "b", a->b, a->dim, 1, 1);
+}
+
+static void check_matmul(check *c, const hx_matmul_args *a)
+{
+    mat(c, "w", a->w, false, 0, 0);
+    if (c->rc != 0)
+        return;
+    strided(c, "x", a->x, a->rows, a->w->k, a->ldx);
+    strided(c, "y", a->y, a->rows, a->w->n, a->ldy);
+}
+
+static void check_head_matmul(check *c, const hx_head_matmul_args *a)
+{
+    mat(c, "w", a->w, true, 0, 0);
+    if (c->rc != 0)
+        return;
+    range(c, "heads", a->heads, 1, a->w->n);
+    range(c, "n", a->n, 1, a->w->n);
+    range(c, "first", a->first, 0, a->w->n - a->n);
+    range(c, "stride", a->stride, 1, a->w->n);
+    if (c->rc == 0 && a->heads - 1 > (a->w->n - a->first - a->n) / a->stride)
+        REFUSE(c, "head_matmul: %lld heads of %lld rows, %lld apart from row %lld on, do not fit a "
+               "matrix of %lld rows", (long long)a->heads, (long long)a->n, (long long)a->stride,
+               (long long)a->first, (long long)a->w->n);
+    dense(c, "x", a->x, a->rows, a->heads, a->transposed ? a->n : a->w->k);
+    dense(c, "y", a->y, a->rows, a->heads, a->transposed ? a->w->k : a->n);
+}
+
+static void check_swiglu(check *c, const hx_swiglu_args *a)
+{
+    not_negative(c, "limit", a->limit);
+    dense(c, "gate", a->gate, a->rows, a->dim, 1);
+    dense(c, "up", a->up, a->rows, a->dim, 1);
+    dense(c, "y", a->y, a->rows, a->dim, 1);
+}
+
+static void check_hc_mix(check *c, const hx_hc_mix_args *a)
+{
+    const int64_t s = a->streams_n;
+
+    range(c, "streams", s, 1, MAX_STREAMS);
+    range(c, "dim", a->dim, 1, INT64_MAX / MAX_STREAMS);
+    not_negative(c, "norm_eps", a->norm_eps);
+    not_negative(c, "eps", a->eps);
+    if (c->rc != 0)
+        return;
+    dense(c, "x", a->x, a->rows, a->dim, 1);
+    dense(c, "post", a->post, a->rows, s, 1);
+    dense(c, "comb", a->comb, a->rows, s, s);
+    dense(c, "streams", a->streams, a->rows, s, a->dim);
+    if (s == 1 && a->fn == NULL)
+        return;
+    range(c, "iters", a->iters, 1, 1000);
+    mat(c, "fn", a->fn, true, s * (2 + s), s * a->dim);
+    dense(c, "base", a->base, s * (2 + s), 1, 1);
+    dense(c, "scale", a->scale, 3, 1, 1);
+}
+
+static void check_hc_merge(check *c, const hx_hc_merge_args *a)
+{
+    const int64_t s = a->streams_n;
+
+    range(c, "streams", s, 1, MAX_STREAMS);
+    at_least(c, "dim", a->dim, 1);
+    dense(c, "streams", a->streams, a->rows, s, a->dim);
+    dense(c, "y", a->y, a->rows, a->dim, 1);
+    dense(c, "post", a->post, a->rows, s, 1);
+    dense(c, "comb", a->comb, a->rows, s, s);
+}
+
+static void check_hc_mean(check *c, const hx_hc_mean_args *a)
+{
+    range(c, "streams", a->streams_n, 1, MAX_STREAMS);
+    at_least(c, "dim", a->dim, 1);
+    dense(c, "streams", a->streams, a->rows, a->streams_n, a->dim);
+    dense(c, "y", a->y, a->rows, a->dim, 1);
+}
+
+static void check_conv_short(check *c, const hx_conv_short_args *a)
+{
+    range(c, "taps", a->taps, 1, MAX_TAPS);
+    at_least(c, "channels", a->channels, 1);
+    spans(c, &a->rows, OWNS | COMMITS | (a->hold ? PENDS : 0));
+    dense(c, "y", a->y, a->rows.n_row, a->channels, 1);
+    dense(c, "u", a->u, a->rows.n_row, a->channels, 1);
+    dense(c, "w", a->w, a->channels, a->taps, 1);
+    slots(c, "state", a->state, &a->rows, a->taps - 1, a->channels);
+    slots(c, "pend", a->pend, &a->rows, HX_PEND_MAX, a->channels);
+}
+
+static void check_kda_gate(check *c, const hx_kda_gate_args *a)
+{
+    at_least(c, "heads", a->heads, 1);
+    at_least(c, "width", a->width, 1);
+    dense(c, "g", a->g, a->rows, a->heads, a->width);
+    dense(c, "f", a->f, a->rows, a->heads, a->width);
+    dense(c, "beta", a->beta, a->rows, a->heads, 1);
+    dense(c, "b", a->b, a->rows, a->heads, 1);
+    dense(c, "a_log", a->a_log, a->heads, 1, 1);
+    dense(c, "dt_bias", a->dt_bias, a->heads, a->width, 1);
+    if (!(a->bound < 0))
+        REFUSE(c, "kda_gate: bound is %g, must be below 0", (double)a->bound);
+}
+
+static void kda_args(check *c, const hx_kda_step_args *a, int use)
+{
+    range(c, "heads", a->heads, 1, INT32_MAX);
+    range(c, "width", a->width, 1, INT16_MAX);
+    if (c->rc != 0)
+        return;
+    const int64_t hw = a->heads * a->width, rec = a->heads * (3 * a->width + 1);
+    spans(c, &a->rows, OWNS | COMMITS | use);
+    strided(c, "q", a->q, a->rows.n_row, hw, a->ld);
+    strided(c, "k", a->k, a->rows.n_row, hw, a->ld);
+    strided(c, "v", a->v, a->rows.n_row, hw, a->ld);
+    dense(c, "o", a->o, a->rows.n_row, hw, 1);
+    dense(c, "g", a->g, a->rows.n_row, hw, 1);
+    dense(c, "beta", a->beta, a->rows.n_row, a->heads, 1);
+    slots(c, "state", a->state, &a->rows, hw, a->width);
+    slots(c, "pend", a->pend, &a->rows, HX_PEND_MAX, rec);
+}
+
+static void check_kda_step(check *c, const hx_kda_step_args *a)
+{
+    kda_args(c, a, PENDS);
+}
+
+static void check_kda_chunk(check *c, const hx_kda_chunk_args *a)
+{
+    kda_args(c, a, 0);
+}
+
+static void check_kda_out(check *c, const hx_kda_out_args *a)
+{
+    at_least(c, "heads", a->heads, 1);
+    at_least(c, "width", a->width, 1);
+    not_negative(c, "eps", a->eps);
+    dense(c, "y", a->y, a->rows, a->heads, a->width);
+    dense(c, "o", a->o, a->rows, a->heads, a->width);
+    dense(c, "z", a->z, a->rows, a->heads, a->width);
+    dense(c, "w", a->w, a->width, 1, 1);
+}
+
+static void check_latent_append(check *c, const hx_latent_append_args *a)
+{
+    spans(c, &a->rows, OWNS);
+    pages(c, "cache", &a->cache, &a->rows, 1, false);
+    strided(c, "c", a->c, a->rows.n_row, a->cache.width, a->ldc);
+}
+
+static void check_index_append(check *c, const hx_index_append_args *a)
+{
+    const int64_t width = a->pool.width;
+
+    spans(c, &a->rows, OWNS);
+    pool_size(c, a->pool_n);
+    if (c->rc != 0)
+        return;
+    pages(c, "pool", &a->pool, &a->rows, a->pool_n, false);
+    dense(c, "key", a->key, a->rows.n_row, width, 1);
+    dense(c, "gate", a->gate, a->rows.n_row, width, 1);
+    dense(c, "ape", a->ape, a->pool_n, width, 1);
+    slots(c, "ring", a->ring, &a->rows, HX_RING * 2, width);
+}
+
+static void check_index_score(check *c, const hx_index_score_args *a)
+{
+    spans(c, &a->rows, 0);
+    pool_size(c, a->pool_n);
+    at_least(c, "heads", a->heads, 1);
+    if (c->rc != 0)
+        return;
+    pages(c, "pool", &a->pool, &a->rows, a->pool_n, true);
+    dense(c, "q", a->q, a->rows.n_row, a->heads, a->pool.width);
+    dense(c, "w", a->w, a->rows.n_row, a->heads, 1);
+    strided(c, "score", a->score, a->rows.n_row, most_pools(&a->rows, a->pool_n), a->ld_score);
+}
+
+static void check_topk(check *c, const hx_topk_args *a)
+{
+    spans(c, &a->rows, 0);
+    pool_size(c, a->pool_n);
+    at_least(c, "k", a->k, 1);
+    if (c->rc != 0)
+        return;
+    dense(c, "pick", a->pick, a->rows.n_row, a->k, 1);
+    dense(c, "n_pick", a->n_pick, a->rows.n_row, 1, 1);
+    strided(c, "score", a->score, a->rows.n_row, most_pools(&a->rows, a->pool_n), a->ld_score);
+}
+
+/* Picks ascend, so that the first and the last bound them. */
+static void picks(check *c, const hx_mla_attend_args *a, const hx_span *s)
+{
+    for (int64_t t = 0; t < s->n_row && c->rc == 0; t++) {
+        const int64_t row = s->row0 + t, seen = (s->pos0 + t + 1) / a->pool_n;
+        const int32_t *pick = (const int32_t *)a->pick.p + row * a->k_pick;
+        const int32_t n = ((const int32_t *)a->n_pick.p)[row];
+
+        if (n < 0 || n > HX_MIN(a->k_pick, seen))
+            REFUSE(c, "mla_attend: row %lld picks %d pools of %lld visible, at most %lld",
+                   (long long)row, n, (long long)seen, (long long)a->k_pick);
+        else if (n > 0 && (pick[0] < 0 || pick[n - 1] >= seen))
+            REFUSE(c, "mla_attend: row %lld picks pools %d to %d of %lld visible", (long long)row,
+                   pick[0], pick[n - 1], (long long)seen);
+        else if (n == 0 && (s->pos0 + t + 1) % a->pool_n == 0)
+            REFUSE(c, "mla_attend: row %lld attends nothing", (long long)row);
+    }
+}
+
+static void check_mla_attend(check *c, const hx_mla_attend_args *a)
+{
+    spans(c, &a->rows, 0);
+    at_least(c, "heads", a->heads, 1);
+    pages(c, "cache", &a->cache, &a->rows, 1, true);
+    dense(c, "z", a->z, a->rows.n_row, a->heads, a->cache.width);
+    dense(c, "q", a->q, a->rows.n_row, a->heads, a->cache.width);
+    if (a->pick.p == NULL)
+        return;
+    pool_size(c, a->pool_n);
+    at_least(c, "k_pick", a->k_pick, 1);
+    dense(c, "pick", a->pick, a->rows.n_row, a->k_pick, 1);
+    dense(c, "n_pick", a->n_pick, a->rows.n_row, 1, 1);
+    for (int32_t i = 0; i < a->rows.n_span && c->rc == 0; i++)
+        picks(c, a, &a->rows.span[i]);
+}
+
+static void check_router(check *c, const hx_router_args *a)
+{
+    mat(c, "w", a->w, true, 0, 0);
+    if (c->rc != 0)
+        return;
+    range(c, "active experts", a->active, 1, a->w->n);
+    dense(c, "x", a->x, a->rows, a->w->k, 1);
+    dense(c, "bias", a->bias, a->w->n, 1, 1);
+    dense(c, "score", a->score, a->rows, a->w->n, 1);
+    dense(c, "id", a->id, a->rows, a->active, 1);
+    dense(c, "weight", a->weight, a->rows, a->active, 1);
+}
+
+/* Only the experts that are picked are looked at; all have the first one's shapes. */
+static void check_moe(check *c, const hx_moe_args *a)
+{
+    const hx_expert *x = a->expert;
+    size_t n_pick;
+
+    range(c, "experts", a->n_expert, 1, INT32_MAX);
+    range(c, "active experts", a->active, 1, a->n_expert);
+    not_negative(c, "limit", a->limit);
+    if (x == NULL || !volume(a->rows, a->active, I32, 1, &n_pick))
+        REFUSE(c, "moe: experts are missing, or too many rows (%lld)", (long long)a->rows);
+    if (c->rc != 0)
+        return;
+    const int64_t d = x[0].gate.k, f = x[0].gate.n;
+    dense(c, "y", a->y, a->rows, a->active, d);
+    dense(c, "x", a->x, a->rows, d, 1);
+    ids_in(c, "id", a->id, a->rows * a->active, INT32_MIN, a->n_expert);
+    for (int64_t i = 0; i < a->rows * a->active && c->rc == 0; i++) {
+        const int32_t id = ((const int32_t *)a->id.p)[i];
+
+        if (id < 0)
+            continue;
+        mat(c, "gate", &x[id].gate, false, f, d);
+        mat(c, "up", &x[id].up, false, f, d);
+        mat(c, "down", &x[id].down, false, d, f);
+    }
+}
+
+static void check_combine(check *c, const hx_combine_args *a)
+{
+    at_least(c, "active experts", a->active, 0);
+    at_least(c, "dim", a->dim, 1);
+    dense(c, "y", a->y, a->rows, a->dim, 1);
+    dense(c, "base", a->base, a->rows, a->dim, 1);
+    dense(c, "part", a->part, a->rows, a->active, a->dim);
+    dense(c, "weight", a->weight, a->rows, a->active, 1);
+}
+
+static void list_in(check *c, const char *name, const int32_t *id, int64_t n, int64_t hi)
+{
+    at_least(c, name, n, 0);
+    if (c->rc == 0 && n > 0)
+        ids_in(c, name, (hx_buf){ (void *)(uintptr_t)id, (size_t)n * I32 }, n, 0, hi);
+}
+
+static void sample_row(check *c, const hx_sample_row *s, int64_t n_vocab)
+{
+    const struct { const char *name; float v; } at[] = {
+        { "temperature", s->temperature }, { "top_p", s->top_p }, { "min_p", s->min_p },
+        { "repeat", s->repeat },
+    };
+
+    for (size_t i = 0; i < HX_LEN(at); i++)
+        not_negative(c, at[i].name, at[i].v);
+    range(c, "top_k", s->top_k, 0, INT32_MAX);
+    range(c, "n_top", s->n_top, 0, MAX_TOP);
+    list_in(c, "hist_id", s->hist_id, s->n_hist, n_vocab);
+    if (s->n_hist > 0 && s->hist_count == NULL)
+        REFUSE(c, "sample: hist_count is missing");
+    list_in(c, "ban", s->ban, s->n_ban, n_vocab);
+    at_least(c, "biases", s->n_bias, 0);
+    if (s->n_bias > 0 && s->bias == NULL)
+        REFUSE(c, "sample: biases are missing");
+    for (int32_t i = 0; i < s->n_bias && c->rc == 0; i++)
+        range(c, "id of a bias", s->bias[i].token, 0, n_vocab - 1);
+}
+
+static void check_sample(check *c, const hx_sample_args *a)
+{
+    range(c, "n_vocab", a->n_vocab, 1, INT32_MAX);
+    range(c, "n_token", a->n_token, 1, a->n_vocab);
+    dense(c, "id", a->id, a->rows, 1, 1);
+    dense(c, "logits", a->logits, a->rows, a->n_vocab, 1);
+    dense(c, "scratch", a->scratch, a->rows, 2, a->n_vocab);
+    holds(c, "scratch", a->scratch, 0, sizeof(double));
+    if (a->rows > 0 && a->row == NULL)
+        REFUSE(c, "sample: rows are missing");
+    bool logprob = false, top = false;
+    for (int64_t r = 0; r < a->rows && c->rc == 0; r++) {
+        sample_row(c, &a->row[r], a->n_vocab);
+        logprob |= a->row[r].want_logprob;
+        top |= a->row[r].n_top > 0;
+    }
+    if (logprob)
+        dense(c, "logprob", a->logprob, a->rows, 1, 1);
+    if (top)
+        dense(c, "top", a->top, a->rows, MAX_TOP, sizeof(hx_choice) / F32);
+}
+
+#define X(op)                                                                            \
+    int hx_op_##op(hx_dev *d, const hx_##op##_args *a, hx_err *err)                      \
+    {                                                                                    \
+        check c = { #op, err, 0 };                                                       \
+                                                                                         \
+        if (d == NULL || a == NULL)                                                      \
+            return hx_fail(err, HX_EARG, #op ": no device or no arguments");             \
+        check_##op(&c, a);                                                               \
+        return c.rc != 0 ? c.rc : d->ops->op(d, a, err);                                 \
+    }
+HX_OPS(X)
+#undef X
+
+/* ---- devices --------------------------------------------------------- */
+
+typedef struct {
+    const hx_dev_ops *ops;
+    size_t (*scratch_bytes)(const hx_dev_limits *, int n_thread);
+} backend;
+
+static const backend backends[] = {
+    { &hx_cpu_ops, hx_cpu_scratch_bytes },
+    { &hx_ref_ops, hx_ref_scratch_bytes },
+};
+
+static const char *const isa_names[HX_N_ISA] = {
+    [HX_ISA_SCALAR] = "scalar", [HX_ISA_AVX2] = "avx2", [HX_ISA_AVX512] = "avx512",
+};
+
+static const backend *find_backend(const char *name)
+{
+    for (size_t i = 0; i < HX_LEN(backends); i++)
+        if (strcmp(backends[i].ops->name, name) == 0)
+            return &backends[i];
+    return NULL;
+}
+
+/* An operation that the table lacks, or NULL. */
+static const char *lacking(const hx_dev_ops *t)
+{
+#define X(op)                                                                            \
+    if (t->op == NULL)                                                                   \
+        return #op;
+    HX_OPS(X)
+#undef X
+    return NULL;
+}
+
+/* Sets level and name of the instruction set: the one asked for, or the best there is. */
+static int choose_isa(hx_dev *d, const char *name, hx_err *err)
+{
+    if (d->ops == &hx_ref_ops) {
+        d->isa = "double";
+        if (name == NULL || strcmp(name, d->isa) == 0)
+            return 0;
+        return hx_fail(err, HX_EARG, "device ref: instruction set %s; it has only %s", name, d->isa);
+    }
+    for (int i = HX_N_ISA; i-- > 0;) {
+        if (name != NULL && strcmp(name, isa_names[i]) != 0)
+            continue;
+        if (hx_cpu_has((hx_isa)i)) {
+            d->level = i;
+            d->isa = isa_names[i];
+            return 0;
+        }
+        if (name != NULL)
+            return hx_fail(err, HX_EARG, "device cpu: this CPU lacks %s; leave the instruction set "
+                           "out to get the best there is", name);
+    }
+    return hx_fail(err, HX_EARG, "device cpu: instruction set %s is unknown; there are avx512, avx2 "
+                   "and scalar", name);
+}
+
+int hx_dev_open(hx_dev **out, const hx_dev_opt *opt, hx_err *err)
+{
+    const char *name = opt->name != NULL ? opt->name : "cpu", *missing;
+    const backend *b = find_backend(name);
+    hx_dev *d = NULL;
+    int rc;
+
+    *out = NULL;
+    if (b == NULL) {
+        rc = hx_fail(err, HX_EARG, "device %s: unknown; there are cpu and ref", name);
+        goto fail;
+    }
+    if ((missing = lacking(b->ops)) != NULL) {
+        rc = hx_fail(err, HX_EUNSUP, "device %s lacks %s", name, missing);
+        goto fail;
+    }
+    if ((d = hx_new(hx_dev, 1)) == NULL) {
+        rc = hx_fail(err, HX_ENOMEM, "device %s: no memory for %zu bytes", name, sizeof(*d));
+        goto fail;
+    }
+    d->ops = b->ops;
+    if ((rc = choose_isa(d, opt->isa, err)) != 0 ||
+        (rc = hx_pool_open(&d->pool, opt->n_threads > 0 ? opt->n_threads : hx_sys_n_cpu(), opt->cpus,
+                           err)) != 0)
+        goto fail;
+    const int n = hx_pool_size(d->pool);
+    d->scratch_bytes = b->scratch_bytes(&opt->limits, n);
+    if (d->scratch_bytes > 0 && (d->scratch = hx_map(d->scratch_bytes, false)) == NULL) {
+        rc = hx_fail(err, HX_ENOMEM, "device %s: no memory for %zu bytes of scratch", name,
+                     d->scratch_bytes);
+        goto fail;
+    }
+    snprintf(d->text, sizeof(d->text), "%s (%s, %d thread%s)", d->ops->name, d->isa, n,
+             n == 1 ? "" : "s");
+    *out = d;
+    return 0;
+fail:
+    hx_dev_close(d);
+    return rc;
+}
+
+void hx_dev_close(hx_dev *d)
+{
+    if (d == NULL)
+        return;
+    hx_pool_close(d->pool);
+    if (d->scratch != NULL)
+        hx_unmap(d->scratch, d->scratch_bytes);
+    hx_free(d);
+}
+
+/* Large buffers come straight from the system: backed as they are touched, in large pages
+ * where there are some. */
+static bool is_mapped(size_t bytes)
+{
+    return bytes >= (size_t)2 << 20;
+}
+
+int hx_dev_alloc(hx_dev *d, hx_buf *out, size_t bytes, hx_err *err)
+{
+    void *p = NULL;
+
+    *out = (hx_buf){ NULL, 0 };
+    if (bytes > 0 && (p = is_mapped(bytes) ? hx_map(bytes, true) : hx_alloc(bytes)) == NULL)
+        return hx_fail(err, HX_ENOMEM, "device %s: no memory for a buffer of %zu bytes", d->ops->name,
+                       bytes);
+    *out = (hx_buf){ p, bytes };
+    return 0;
+}
+
+void hx_dev_free(hx_dev *d, hx_buf *b)
+{
+    (void)d;
+    if (is_mapped(b->n))
+        hx_unmap(b->p, b->n);
+    else
+        hx_free(b->p);
+    *b = (hx_buf){ NULL, 0 };
+}

@@ -1,0 +1,820 @@
+/* engine.c - defines hoist.h: opening a model, text, submitting and reading streams.
+ *
+ * Everything here runs on callers' threads; generation itself is sched.c on the engine
+ * thread. Talks to it through the inbox and each stream's ring, under engine->lock. */
+#include <errno.h>
+#include <stdio.h>
+#include <time.h>
+
+#include "engine/engine.h"
+
+#define TEXT_FILE_MAX  (256u << 20)
+
+/* ---- open ------------------------------------------------------------- */
+
+static int read_text(const char *dir, const char *name, char **out, size_t *n, hx_err *err)
+{
+    char path[4096];
+
+    *out = NULL;
+    *n = 0;
+    if ((size_t)snprintf(path, sizeof path, "%s/%s", dir, name) >= sizeof path)
+        return hx_fail(err, HX_EARG, "model folder: name too long");
+    return hx_file_exists(path) ? hx_file_read(path, TEXT_FILE_MAX, out, n, err) : 0;
+}
+
+static int read_json(const char *dir, const char *name, hx_json **out, hx_err *err)
+{
+    hx_err why = { 0 };
+    char *text;
+    size_t n;
+    int rc;
+
+    *out = NULL;
+    if ((rc = read_text(dir, name, &text, &n, err)) != 0 || text == NULL)
+        return rc;
+    if ((rc = hx_json_parse(out, (hx_str){ text, n }, 0, &why)) != 0)
+        hx_fail(err, rc, "%s: %.200s", name, why.msg);
+    hx_free(text);
+    return rc;
+}
+
+static int open_tokenizer(hx_engine *e, const char *dir, hx_err *err)
+{
+    char *text;
+    size_t n;
+    int rc;
+
+    if ((rc = read_text(dir, "tokenizer.json", &text, &n, err)) != 0 || text == NULL)
+        return rc;
+    rc = hx_tok_open(&e->tok, (hx_str){ text, n }, "tokenizer.json", err);
+    hx_free(text);
+    if (rc != 0)
+        return rc;
+    e->info.n_token = hx_tok_count(e->tok);
+    if (e->info.n_token > e->info.n_vocab)
+        return hx_fail(err, HX_EFORMAT, "tokenizer.json: %d ids, but the output matrix has %d rows",
+                       e->info.n_token, e->info.n_vocab);
+    for (int32_t i = 0; i < e->info.n_token; i++)
+        if (hx_tok_bytes(e->tok, i).n > HX_TOKEN_BYTES)
+            return hx_fail(err, HX_ELIMIT, "tokenizer.json: token %d has %zu bytes, at most %d are supported",
+                           i, hx_tok_bytes(e->tok, i).n, HX_TOKEN_BYTES);
+    return 0;
+}
+
+/* chat_template.jinja, else chat_template of tokenizer_config.json, else none. */
+static int open_template(hx_engine *e, const char *dir, hx_err *err)
+{
+    const char *name = "chat_template.jinja";
+    hx_json *config = NULL;
+    hx_str source;
+    char *text;
+    size_t n;
+    int rc;
+
+    if ((rc = read_text(dir, name, &text, &n, err)) != 0)
+        return rc;
+    source = (hx_str){ text, n };
+    if (text == NULL) {
+        if ((rc = read_json(dir, "tokenizer_config.json", &config, err)) != 0)
+            return rc;
+        source = hx_json_str(hx_json_get(config, "chat_template"));
+        name = "tokenizer_config.json: chat_template";
+    }
+    if (source.p != NULL)
+        rc = hx_jinja_open(&e->chat, source, name, err);
+    hx_json_free(config);
+    hx_free(text);
+    return rc;
+}
+
+static int add_eos(hx_engine *e, int64_t id, const char *file, hx_err *err)
+{
+    if (id < 0 || id >= e->info.n_vocab)
+        return hx_fail(err, HX_EFORMAT, "%s: eos_token_id %lld: expected an id below %d", file,
+                       (long long)id, e->info.n_vocab);
+    for (int32_t i = 0; i < e->info.n_eos; i++)
+        if (e->eos[i] == id)
+            return 0;
+    if (e->info.n_eos == (int32_t)HX_LEN(e->eos))
+        return hx_fail(err, HX_ELIMIT, "%s: more than %zu end ids", file, HX_LEN(e->eos));
+    e->eos[e->info.n_eos++] = (int32_t)id;
+    return 0;
+}
+
+/* Sampling defaults and end ids; those of the config count where the file names none. */
+static int read_generation(hx_engine *e, const char *dir, hx_err *err)
+{
+    const hx_desc *d = &e->model->desc;
+    hx_json *g = NULL;
+    const hx_json *eos;
+    int rc = read_json(dir, "generation_config.json", &g, err);
+
+    e->info.temperature = (float)hx_json_num(hx_json_get(g, "temperature"), 1.0);
+    e->info.top_p = (float)hx_json_num(hx_json_get(g, "top_p"), 1.0);
+    e->info.top_k = (int32_t)hx_json_int(hx_json_get(g, "top_k"), 0);
+    eos = hx_json_get(g, "eos_token_id");
+    if (rc == 0 && hx_json_kind(eos) == HX_JSON_INT)
+        rc = add_eos(e, hx_json_int(eos, -1), "generation_config.json", err);
+    for (size_t i = 0; rc == 0 && hx_json_kind(eos) == HX_JSON_ARRAY && i < hx_json_len(eos); i++)
+        rc = add_eos(e, hx_json_int(hx_json_at(eos, i), -1), "generation_config.json", err);
+    for (int32_t i = 0; rc == 0 && e->info.n_eos == 0 && i < d->n_eos; i++)
+        rc = add_eos(e, d->eos[i], "config.json", err);
+    hx_json_free(g);
+    return rc;
+}
+
+/* Context, slots and pages within the budget: cache_bytes, or a quarter of the memory. */
+static int plan_cache(hx_engine *e, const hx_options *opt, int32_t *n_page, hx_err *err)
+{
+    const hx_desc *d = &e->model->desc;
+    const hx_cache_fmt fmt = opt->kv == HX_KV_F32 ? HX_CACHE_F32 : HX_CACHE_BF16;
+    const uint64_t page = HX_MAX(hx_cache_page_bytes(d, fmt), 1);
+    const uint64_t slots = (uint64_t)e->info.max_streams * hx_cache_slot_bytes(d);
+    const uint64_t budget = opt->cache_bytes != 0 ? opt->cache_bytes : hx_sys_mem_bytes() / 4;
+    const int64_t ctx = opt->ctx_tokens != 0 ? opt->ctx_tokens : d->ctx_trained;
+    const int64_t per_seq = (ctx + HX_PAGE - 1) / HX_PAGE;
+    const uint64_t fit = budget > slots ? (budget - slots) / page : 0;
+    const int64_t pages = (int64_t)HX_MIN(fit, (uint64_t)(per_seq * e->info.max_streams));
+
+    if (pages < 1 || (opt->ctx_tokens != 0 && pages < per_seq))
+        return hx_fail(err, HX_ENOMEM,
+                       "sequence memory: one sequence of %lld tokens needs %llu MB beside %llu MB for %d streams, the budget is %llu MB; lower --ctx or --streams, or raise --cache",
+                       (long long)ctx, (unsigned long long)((uint64_t)per_seq * page >> 20),
+                       (unsigned long long)(slots >> 20), e->info.max_streams,
+                       (unsigned long long)(budget >> 20));
+    e->info.ctx_tokens = HX_MIN(ctx, pages * HX_PAGE);
+    *n_page = (int32_t)pages;
+    if (e->info.ctx_tokens > d->ctx_trained)
+        hx_log(HX_LOG_WARN, "context %lld is longer than the %lld tokens the model was trained on",
+               (long long)e->info.ctx_tokens, (long long)d->ctx_trained);
+    return 0;
+}
+
+static int open_device(hx_engine *e, const hx_options *opt, hx_err *err)
+{
+    const hx_desc *d = &e->model->desc;
+    const int64_t rows = HX_MAX(HX_PREFILL_ROWS, e->info.max_streams);
+    const hx_cache_fmt fmt = opt->kv == HX_KV_F32 ? HX_CACHE_F32 : HX_CACHE_BF16;
+    const int64_t n = e->info.max_streams;
+    int32_t n_page = 0;
+    int rc;
+
+    if ((rc = plan_cache(e, opt, &n_page, err)) != 0)
+        return rc;
+    const hx_dev_opt dev = { .name = opt->device, .isa = opt->cpu_isa, .cpus = opt->cpus,
+                             .n_threads = opt->n_threads,
+                             .limits = hx_model_limits(d, rows, e->info.ctx_tokens) };
+    if ((rc = hx_dev_open(&e->dev, &dev, err)) != 0 ||
+        (rc = hx_cache_open(&e->cache, d, e->dev, e->info.max_streams, e->info.ctx_tokens, n_page, fmt,
+                            err)) != 0 ||
+        (rc = hx_graph_open(&e->decode, e->model, e->dev, e->cache, n, n, e->info.ctx_tokens, err)) != 0 ||
+        (rc = hx_graph_open(&e->prefill, e->model, e->dev, e->cache, HX_PREFILL_ROWS, HX_SCORE_ROWS,
+                            e->info.ctx_tokens, err)) != 0 ||
+        (rc = hx_dev_alloc(e->dev, &e->out_id, (size_t)n * sizeof(int32_t), err)) != 0 ||
+        (rc = hx_dev_alloc(e->dev, &e->out_logprob, (size_t)n * sizeof(float), err)) != 0 ||
+        (rc = hx_dev_alloc(e->dev, &e->out_top, (size_t)n * HX_TOP_MAX * sizeof(hx_choice), err)) != 0)
+        return rc;
+    e->info.cache_bytes = e->cache->bytes;
+    e->info.work_bytes = hx_graph_bytes(e->decode) + hx_graph_bytes(e->prefill) + e->dev->scratch_bytes;
+    e->info.device = e->dev->text;
+    return hx_dev_alloc(e->dev, &e->out_scratch, (size_t)n * 2 * (size_t)d->n_vocab * sizeof(float), err);
+}
+
+static void describe(hx_engine *e, const char *dir)
+{
+    const hx_desc *d = &e->model->desc;
+    size_t n = strlen(dir);
+
+    while (n > 1 && dir[n - 1] == '/')
+        n--;
+    const char *base = memrchr(dir, '/', n);
+    base = base != NULL ? base + 1 : dir;
+    snprintf(e->name, sizeof e->name, "%.*s", (int)(dir + n - base), base);
+    snprintf(e->arch, sizeof e->arch, "%s", d->arch);
+    e->info.name = e->name;
+    e->info.arch = e->arch;
+    e->info.reply_format = d->reply_format;
+    e->info.ctx_trained_tokens = d->ctx_trained;
+    e->info.n_vocab = e->info.n_token = (int32_t)d->n_vocab;
+    e->info.n_layer = (int32_t)d->n_layer;
+    e->info.n_expert = (int32_t)d->n_expert;
+    e->info.n_expert_active = (int32_t)d->n_active;
+    e->info.eos = e->eos;
+    e->info.n_param = e->model->n_param;
+    e->info.weight_bytes = e->model->weight_bytes;
+}
+
+static int open_rest(hx_engine *e, const hx_options *opt, hx_err *err)
+{
+    const int32_t n = e->info.max_streams;
+    int rc;
+
+    if ((rc = hx_model_open(&e->model, opt->model_dir, opt->on_load, opt->on_load_ud, err)) != 0)
+        return rc;
+    describe(e, opt->model_dir);
+    if (!hx_model_is_synthetic(opt->model_dir) &&
+        ((rc = open_tokenizer(e, opt->model_dir, err)) != 0 ||
+         (rc = open_template(e, opt->model_dir, err)) != 0 ||
+         (rc = read_generation(e, opt->model_dir, err)) != 0))
+        return rc;
+    if ((rc = open_device(e, opt, err)) != 0)
+        return rc;
+    e->wait = hx_new(hx_stream *, e->info.max_queue);
+    e->run = hx_new(hx_stream *, n);
+    e->row_of = hx_new(hx_stream *, n);
+    e->row = hx_new(hx_sample_row, n);
+    e->span = hx_new(hx_span, n);
+    e->id = hx_new(int32_t, n);
+    if (!e->wait || !e->run || !e->row_of || !e->row || !e->span || !e->id)
+        return hx_fail(err, HX_ENOMEM, "engine: no memory for its tables");
+    if (pthread_create(&e->thread, NULL, hx_sched_run, e) != 0)
+        return hx_fail(err, HX_EIO, "engine: the system refuses another thread");
+    e->started = true;
+    return 0;
+}
+
+int hx_open(hx_engine **out, const hx_options *opt, hx_err *err)
+{
+    hx_engine *e;
+    int rc;
+
+    *out = NULL;
+    if (opt->max_streams < 0 || opt->max_streams > 64 || opt->ctx_tokens < 0 || opt->max_queue < 0 ||
+        opt->max_queue > 1 << 20 || opt->n_threads < 0)
+        return hx_fail(err, HX_EARG,
+                       "options: %d streams (0..64), %lld context tokens, %lld queue places, %d threads; none may be negative",
+                       opt->max_streams, (long long)opt->ctx_tokens, (long long)opt->max_queue,
+                       opt->n_threads);
+    if ((e = hx_new(hx_engine, 1)) == NULL)
+        return hx_fail(err, HX_ENOMEM, "engine: no memory");
+    pthread_mutex_init(&e->lock, NULL);
+    pthread_cond_init(&e->wake, NULL);
+    e->info.max_streams = opt->max_streams != 0 ? opt->max_streams : 8;
+    e->info.max_queue = opt->max_queue != 0 ? opt->max_queue : 256;
+    if ((rc = open_rest(e, opt, err)) != 0) {
+        hx_close(e);
+        return rc;
+    }
+    *out = e;
+    return 0;
+}
+
+void hx_close(hx_engine *e)
+{
+    if (e == NULL)
+        return;
+    if (e->started) {
+        pthread_mutex_lock(&e->lock);
+        e->closing = true;
+        atomic_store(&e->nudge, true);
+        pthread_cond_signal(&e->wake);
+        pthread_mutex_unlock(&e->lock);
+        pthread_join(e->thread, NULL);
+    }
+    hx_graph_close(e->decode);
+    hx_graph_close(e->prefill);
+    hx_cache_close(e->cache);
+    if (e->dev != NULL) {
+        hx_dev_free(e->dev, &e->out_id);
+        hx_dev_free(e->dev, &e->out_logprob);
+        hx_dev_free(e->dev, &e->out_top);
+        hx_dev_free(e->dev, &e->out_scratch);
+    }
+    hx_dev_close(e->dev);
+    hx_model_close(e->model);
+    hx_jinja_close(e->chat);
+    hx_tok_close(e->tok);
+    hx_free(e->wait);
+    hx_free(e->run);
+    hx_free(e->row_of);
+    hx_free(e->row);
+    hx_free(e->span);
+    hx_free(e->id);
+    pthread_cond_destroy(&e->wake);
+    pthread_mutex_destroy(&e->lock);
+    hx_free(e);
+}
+
+void hx_get_info(const hx_engine *e, hx_info *out)
+{
+    *out = e->info;
+}
+
+/* ---- text ------------------------------------------------------------- */
+
+int64_t hx_tokenize(hx_engine *e, hx_str text, bool special, int32_t *out, int64_t cap)
+{
+    const hx_tok_opt opt = { .special = special };
+    hx_ids ids = { 0 };
+    int64_t n;
+    int rc;
+
+    if (e->tok == NULL)
+        return HX_EUNSUP;
+    if ((rc = hx_tok_encode(e->tok, text, &opt, &ids, NULL)) != 0) {
+        hx_ids_free(&ids);
+        return rc;
+    }
+    n = ids.n;
+    if (HX_MIN(n, cap) > 0)
+        memcpy(out, ids.p, (size_t)HX_MIN(n, cap) * sizeof *out);
+    hx_ids_free(&ids);
+    return n;
+}
+
+int64_t hx_detokenize(hx_engine *e, const int32_t *tok, int64_t n, char *out, int64_t cap)
+{
+    hx_utf8_stream utf8 = { 0 };
+    hx_sb text = { 0 };
+    int64_t len;
+
+    if (e->tok == NULL)
+        return HX_EUNSUP;
+    for (int64_t i = 0; i < n; i++) {
+        if (tok[i] < 0 || tok[i] >= e->info.n_vocab) {
+            hx_sb_free(&text);
+            return HX_EARG;
+        }
+        hx_utf8_feed(&utf8, hx_tok_bytes(e->tok, tok[i]), &text);
+    }
+    hx_utf8_end(&utf8, &text);
+    len = text.bad ? HX_ENOMEM : (int64_t)text.n;
+    if (HX_MIN(len, cap) > 0)
+        memcpy(out, text.p, (size_t)HX_MIN(len, cap));
+    hx_sb_free(&text);
+    return len;
+}
+
+hx_str hx_token_bytes(const hx_engine *e, int32_t id, bool *special)
+{
+    if (special != NULL)
+        *special = e->tok != NULL && hx_tok_is_special(e->tok, id);
+    return e->tok != NULL ? hx_tok_bytes(e->tok, id) : (hx_str){ NULL, 0 };
+}
+
+int32_t hx_token_id(const hx_engine *e, hx_str text)
+{
+    return e->tok != NULL ? hx_tok_find(e->tok, text) : -1;
+}
+
+int hx_render(hx_engine *e, hx_str json, const hx_render_opt *opt, int32_t **out, int64_t *n_out,
+              char **text_out, hx_err *err)
+{
+    hx_json *vars = NULL;
+    hx_sb text = { 0 }, user = { 0 };
+    hx_ids ids = { 0 };
+    int rc;
+
+    *out = NULL;
+    *n_out = 0;
+    if (e->chat == NULL || e->tok == NULL)
+        return hx_fail(err, HX_EUNSUP, "model %s has no %s; send a raw prompt instead", e->name,
+                       e->tok == NULL ? "tokenizer" : "chat template");
+    if ((rc = hx_json_parse(&vars, json, 128, err)) != 0)
+        return rc;
+    const hx_jinja_opt jopt = { .now_s = (int64_t)time(NULL) };
+    if ((rc = hx_jinja_run(e->chat, vars, &jopt, &text, &user, err)) != 0)
+        goto done;
+    const hx_tok_opt topt = { .special = true,
+                              .user = opt != NULL && opt->official ? NULL : (const uint8_t *)user.p };
+    if (text.n > 0)
+        rc = hx_tok_encode(e->tok, (hx_str){ text.p, text.n }, &topt, &ids, err);
+    if (rc == 0) {
+        *out = ids.p;
+        *n_out = ids.n;
+        ids = (hx_ids){ 0 };
+        if (text_out != NULL) {
+            *text_out = text.p;
+            text = (hx_sb){ 0 };
+        }
+    }
+done:
+    hx_json_free(vars);
+    hx_sb_free(&text);
+    hx_sb_free(&user);
+    hx_ids_free(&ids);
+    return rc;
+}
+
+/* ---- submit ----------------------------------------------------------- */
+
+static int check_ids(const hx_engine *e, const int32_t *id, int64_t n, const char *what, hx_err *err)
+{
+    for (int64_t i = 0; i < n; i++)
+        if (id[i] < 0 || id[i] >= e->info.n_vocab)
+            return hx_fail(err, HX_EARG, "%s[%lld]: id %d, expected 0..%d", what, (long long)i, id[i],
+                           e->info.n_vocab - 1);
+    return 0;
+}
+
+/* name: value must lie in min..max; NaN does not. */
+static int check_range(double v, double min, double max, const char *name, hx_err *err)
+{
+    if (v >= min && v <= max)
+        return 0;
+    return hx_fail(err, HX_EARG, "%s: %g, expected %g..%g", name, v, min, max);
+}
+
+static int check_request(const hx_engine *e, const hx_request *r, hx_err *err)
+{
+    int rc;
+
+    if (r->n_tokens < 1)
+        return hx_fail(err, HX_EARG, "prompt: empty; at least one token is needed");
+    if (r->n_tokens >= e->info.ctx_tokens)
+        return hx_fail(err, HX_ELIMIT,
+                       "prompt: %lld tokens do not fit the context of %lld tokens (one is needed for the answer)",
+                       (long long)r->n_tokens, (long long)e->info.ctx_tokens);
+    if ((rc = check_ids(e, r->tokens, r->n_tokens, "prompt", err)) != 0 ||
+        (rc = check_ids(e, r->stop_ids, r->n_stop_ids, "stop_token_ids", err)) != 0 ||
+        (rc = check_range(r->temperature, 0, 100, "temperature", err)) != 0 ||
+        (rc = check_range(r->top_p, 0, 1, "top_p", err)) != 0 ||
+        (rc = check_range(r->min_p, 0, 1, "min_p", err)) != 0 ||
+        (rc = check_range(r->top_k, 0, INT32_MAX, "top_k", err)) != 0 ||
+        (rc = check_range(r->repeat_penalty, 0, 100, "repetition_penalty", err)) != 0 ||
+        (rc = check_range(r->presence_penalty, -100, 100, "presence_penalty", err)) != 0 ||
+        (rc = check_range(r->frequency_penalty, -100, 100, "frequency_penalty", err)) != 0 ||
+        (rc = check_range(r->n_top, 0, HX_TOP_MAX, "top_logprobs", err)) != 0 ||
+        (rc = check_range(r->n_bias, 0, 4096, "logit_bias entries", err)) != 0 ||
+        (rc = check_range(r->n_stop, 0, HX_STOP_MAX, "stop texts", err)) != 0 ||
+        (rc = check_range(r->n_stop_ids, 0, HX_STOP_MAX, "stop_token_ids", err)) != 0 ||
+        (rc = check_range((double)r->max_new, 0, 1e12, "max_tokens", err)) != 0 ||
+        (rc = check_range((double)r->min_new, 0, 1e12, "min_tokens", err)) != 0 ||
+        (rc = check_range((double)r->deadline_ms, 0, 1e12, "deadline", err)) != 0)
+        return rc;
+    for (int32_t i = 0; i < r->n_bias; i++)
+        if ((rc = check_ids(e, &r->bias[i].token, 1, "logit_bias", err)) != 0 ||
+            (rc = check_range(r->bias[i].bias, -1e6, 1e6, "logit_bias value", err)) != 0)
+            return rc;
+    for (int32_t i = 0; i < r->n_stop; i++)
+        if (r->stop[i].n < 1 || r->stop[i].n > HX_STOP_BYTES)
+            return hx_fail(err, HX_EARG, "stop[%d]: %zu bytes, expected 1..%d", i, r->stop[i].n,
+                           HX_STOP_BYTES);
+    return 0;
+}
+
+static void *dup_array(hx_arena *a, const void *p, size_t n, size_t size)
+{
+    void *q = n != 0 ? hx_arena_alloc(a, n * size) : NULL;
+
+    if (q != NULL)
+        memcpy(q, p, n * size);
+    return q;
+}
+
+/* Copies the request's arrays; false when memory is short. */
+static bool copy_request(hx_stream *s, const hx_request *r)
+{
+    hx_str *stop;
+
+    s->req = *r;
+    s->req.tokens = NULL;            /* in s->token */
+    s->req.bias = dup_array(&s->arena, r->bias, (size_t)r->n_bias, sizeof *r->bias);
+    s->req.stop_ids = dup_array(&s->arena, r->stop_ids, (size_t)r->n_stop_ids, sizeof *r->stop_ids);
+    s->req.stop = stop = dup_array(&s->arena, r->stop, (size_t)r->n_stop, sizeof *r->stop);
+    for (int32_t i = 0; stop != NULL && i < r->n_stop; i++)
+        if ((stop[i].p = hx_arena_dup(&s->arena, r->stop[i].p, r->stop[i].n)) == NULL)
+            return false;
+    return (r->n_bias == 0 || s->req.bias != NULL) && (r->n_stop == 0 || stop != NULL) &&
+           (r->n_stop_ids == 0 || s->req.stop_ids != NULL);
+}
+
+/* The ring and what events point to; all the memory a stream will ever need. */
+static bool alloc_stream(hx_stream *s, int64_t n_top)
+{
+    s->ring_bytes_cap = HX_RING_BYTES_HIGH + 2 * HX_TOKEN_BYTES + HX_STOP_BYTES;
+    s->ring = hx_new(hx_out_token, HX_RING_TOKENS);
+    s->ring_bytes = hx_new(char, s->ring_bytes_cap);
+    s->ev_token = hx_new(int32_t, HX_RING_TOKENS);
+    s->ev_end = hx_new(int32_t, HX_RING_TOKENS);
+    s->ev_logprob = hx_new(float, HX_RING_TOKENS);
+    s->ev_bytes = hx_new(char, s->ring_bytes_cap);
+    if (n_top > 0 && (s->ev_top = hx_new(hx_choice, (size_t)(HX_RING_TOKENS * n_top))) == NULL)
+        return false;
+    s->token = hx_new(int32_t, s->n_prompt + s->max_new);
+    return s->ring && s->ring_bytes && s->ev_token && s->ev_end && s->ev_logprob && s->ev_bytes &&
+           s->token;
+}
+
+void hx_engine_stream_destroy(hx_stream *s)
+{
+    if (s == NULL)
+        return;
+    hx_sample_close(s);
+    hx_free(s->ring);
+    hx_free(s->ring_bytes);
+    hx_free(s->ev_token);
+    hx_free(s->ev_end);
+    hx_free(s->ev_logprob);
+    hx_free(s->ev_bytes);
+    hx_free(s->ev_top);
+    hx_free(s->token);
+    hx_arena_reset(&s->arena);
+    pthread_cond_destroy(&s->cond);
+    hx_free(s);
+}
+
+static void set_bans(hx_stream *s)
+{
+    const hx_engine *e = s->engine;
+
+    for (int32_t i = 0; i < e->info.n_eos; i++)
+        s->ban[s->n_ban++] = e->eos[i];
+    for (int32_t i = 0; i < s->req.n_stop_ids; i++)
+        s->ban[s->n_ban++] = s->req.stop_ids[i];
+}
+
+static int stream_new(hx_engine *e, const hx_request *r, hx_stream **out, hx_err *err)
+{
+    const int64_t room = e->info.ctx_tokens - r->n_tokens;
+    hx_stream *s = hx_new(hx_stream, 1);
+    pthread_condattr_t clock;
+    int rc = 0;
+
+    *out = NULL;
+    if (s == NULL)
+        return hx_fail(err, HX_ENOMEM, "request: no memory");
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_cond_init(&s->cond, &clock);
+    pthread_condattr_destroy(&clock);
+    hx_arena_init(&s->arena, 1u << 20);
+    s->engine = e;
+    s->slot = -1;
+    s->n_prompt = s->n_token = r->n_tokens;
+    s->max_new = r->max_new == 0 ? room : HX_MIN(r->max_new, room);
+    if (!alloc_stream(s, r->n_top) || !copy_request(s, r))
+        rc = hx_fail(err, HX_ENOMEM, "request: no memory for %lld tokens", (long long)r->n_tokens);
+    else
+        rc = hx_sample_open(s, err);
+    if (rc != 0) {
+        hx_engine_stream_destroy(s);
+        return rc;
+    }
+    memcpy(s->token, r->tokens, (size_t)r->n_tokens * sizeof *s->token);
+    set_bans(s);
+    for (int64_t i = 0; i < r->n_tokens; i++)
+        hx_sample_seen(&s->hist, s->token[i], false);
+    s->times.queued_us = hx_now_us();
+    *out = s;
+    return 0;
+}
+
+static int enqueue(hx_stream *s, hx_err *err)
+{
+    hx_engine *e = s->engine;
+    int rc = 0;
+
+    pthread_mutex_lock(&e->lock);
+    if (e->closing)
+        rc = hx_fail(err, HX_ECANCEL, "engine: shutting down");
+    else if (e->n_waiting >= e->info.max_queue)
+        rc = hx_fail(err, HX_ELIMIT, "queue: all %lld places are taken; try again later",
+                     (long long)e->info.max_queue);
+    else {
+        if (e->inbox_last != NULL)
+            e->inbox_last->next = s;
+        else
+            e->inbox = s;
+        e->inbox_last = s;
+        s->queue = e->n_waiting++;
+        atomic_store(&e->nudge, true);
+        pthread_cond_signal(&e->wake);
+    }
+    pthread_mutex_unlock(&e->lock);
+    if (rc == 0)
+        hx_count(HX_C_requests_total, 1);
+    return rc;
+}
+
+int hx_submit(hx_engine *e, const hx_request *req, hx_stream **out, hx_err *err)
+{
+    hx_stream *s;
+    int rc;
+
+    *out = NULL;
+    if ((rc = check_request(e, req, err)) != 0 || (rc = stream_new(e, req, &s, err)) != 0)
+        return rc;
+    if ((rc = enqueue(s, err)) != 0) {
+        hx_engine_stream_destroy(s);
+        return rc;
+    }
+    *out = s;
+    return 0;
+}
+
+/* ---- read ------------------------------------------------------------- */
+
+static void fill_common(const hx_stream *s, hx_event *ev)
+{
+    ev->prompt = s->n_prompt;
+    ev->cached = 0;
+    ev->generated = s->generated;
+    ev->prefilled = s->prefilled;
+    ev->queue = s->queue;
+    ev->times = s->times;
+    ev->stop_index = -1;
+}
+
+/* Moves the ring to the event's arrays. Under lock. */
+static void take_tokens(hx_stream *s, hx_event *ev)
+{
+    const int32_t n_top = s->req.n_top;
+    int32_t end = 0;
+
+    for (int32_t i = 0; i < s->n_ring; i++) {
+        const hx_out_token *t = &s->ring[i];
+
+        s->ev_token[i] = t->token;
+        s->ev_logprob[i] = t->logprob;
+        s->ev_end[i] = end += t->n_bytes;
+        if (n_top > 0)
+            memcpy(&s->ev_top[i * n_top], t->top, (size_t)n_top * sizeof *t->top);
+    }
+    memcpy(s->ev_bytes, s->ring_bytes, s->n_ring_bytes);
+    ev->kind = HX_EV_TOKENS;
+    ev->tokens = s->ev_token;
+    ev->n_tokens = s->n_ring;
+    ev->bytes = (hx_str){ s->ev_bytes, s->n_ring_bytes };
+    ev->end = s->ev_end;
+    ev->logprob = s->req.want_logprobs ? s->ev_logprob : NULL;
+    ev->top = n_top > 0 ? s->ev_top : NULL;
+    s->n_ring = 0;
+    s->n_ring_bytes = 0;
+}
+
+static bool take_event(hx_stream *s, hx_event *ev)
+{
+    *ev = (hx_event){ 0 };
+    fill_common(s, ev);
+    if (s->n_ring > 0) {
+        const bool was_high = s->n_ring >= HX_RING_HIGH;
+
+        take_tokens(s, ev);
+        if (was_high)
+            pthread_cond_signal(&s->engine->wake);
+        return true;
+    }
+    if (s->ended) {
+        ev->kind = s->end.kind;
+        ev->stop = s->end.stop;
+        ev->stop_index = s->end.stop_index;
+        ev->err = s->end.err;
+        return true;
+    }
+    if (s->progress) {
+        s->progress = false;
+        ev->kind = HX_EV_PROGRESS;
+        return true;
+    }
+    return false;
+}
+
+int hx_next(hx_stream *s, hx_event *ev, int timeout_ms)
+{
+    hx_engine *e = s->engine;
+    struct timespec until;
+    int rc = 0;
+    bool got;
+
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_sec += timeout_ms / 1000;
+    until.tv_nsec += (long)(timeout_ms % 1000) * 1000000;
+    if (until.tv_nsec >= 1000000000) {
+        until.tv_sec++;
+        until.tv_nsec -= 1000000000;
+    }
+    pthread_mutex_lock(&e->lock);
+    while (!(got = take_event(s, ev)) && timeout_ms != 0 && rc != ETIMEDOUT)
+        rc = timeout_ms < 0 ? pthread_cond_wait(&s->cond, &e->lock)
+                            : pthread_cond_timedwait(&s->cond, &e->lock, &until);
+    pthread_mutex_unlock(&e->lock);
+    return got;
+}
+
+void hx_on_ready(hx_stream *s, void (*fn)(void *ud), void *ud)
+{
+    pthread_mutex_lock(&s->engine->lock);
+    s->ready = fn;
+    s->ready_ud = ud;
+    if (fn != NULL && (s->n_ring > 0 || s->ended || s->progress))
+        fn(ud);
+    pthread_mutex_unlock(&s->engine->lock);
+}
+
+int hx_force(hx_stream *s, const int32_t *tokens, int32_t n, hx_err *err)
+{
+    int rc;
+
+    if (n < 1 || n > (int32_t)HX_LEN(s->force))
+        return hx_fail(err, HX_EARG, "forced tokens: %d, expected 1..%zu", n, HX_LEN(s->force));
+    if ((rc = check_ids(s->engine, tokens, n, "forced tokens", err)) != 0)
+        return rc;
+    pthread_mutex_lock(&s->engine->lock);
+    memcpy(s->force, tokens, (size_t)n * sizeof *tokens);
+    s->n_force = n;
+    s->force_at = 0;
+    pthread_mutex_unlock(&s->engine->lock);
+    return 0;
+}
+
+static void nudge(hx_engine *e)
+{
+    atomic_store(&e->nudge, true);
+    pthread_cond_signal(&e->wake);
+}
+
+void hx_cancel(hx_stream *s)
+{
+    pthread_mutex_lock(&s->engine->lock);
+    s->cancelled = true;
+    nudge(s->engine);
+    pthread_mutex_unlock(&s->engine->lock);
+}
+
+void hx_stream_free(hx_stream *s)
+{
+    bool ended;
+
+    if (s == NULL)
+        return;
+    pthread_mutex_lock(&s->engine->lock);
+    s->cancelled = s->freed = true;
+    s->ready = NULL;
+    ended = s->ended;
+    if (!ended)
+        nudge(s->engine);
+    pthread_mutex_unlock(&s->engine->lock);
+    if (ended)
+        hx_engine_stream_destroy(s);
+}
+
+/* ---- scoring ---------------------------------------------------------- */
+
+int hx_score(hx_engine *e, const hx_score_args *a, hx_err *err)
+{
+    const hx_request r = { .tokens = a->tokens, .n_tokens = a->n_tokens, .max_new = 1 };
+    hx_stream *s;
+    hx_event ev;
+    int rc;
+
+    if (a->from < 0 || a->from >= a->n_tokens || a->n_top < 0 || a->n_top > HX_TOP_MAX)
+        return hx_fail(err, HX_EARG, "score: from position %lld of %lld, %d alternatives (0..%d)",
+                       (long long)a->from, (long long)a->n_tokens, a->n_top, HX_TOP_MAX);
+    if ((rc = check_request(e, &r, err)) != 0 ||
+        (rc = check_ids(e, a->ids, a->n_ids, "ids", err)) != 0 ||
+        (rc = stream_new(e, &r, &s, err)) != 0)
+        return rc;
+    s->score = a;
+    if ((rc = enqueue(s, err)) != 0) {
+        hx_engine_stream_destroy(s);
+        return rc;
+    }
+    hx_next(s, &ev, -1);
+    if (ev.kind == HX_EV_ERROR) {
+        rc = ev.err.code;
+        if (err != NULL)
+            *err = ev.err;
+    }
+    hx_stream_free(s);
+    return rc;
+}
+
+/* ---- observation ------------------------------------------------------ */
+
+void hx_get_status(hx_engine *e, hx_status *out)
+{
+    pthread_mutex_lock(&e->lock);
+    *out = (hx_status){ .running = e->n_running, .waiting = e->n_waiting,
+                        .pages = e->cache->n_page, .pages_used = e->pages_reserved, .steps = e->steps };
+    pthread_mutex_unlock(&e->lock);
+}
+
+static void gauge(hx_sb *b, const char *name, const char *help, int64_t v)
+{
+    hx_sb_printf(b, "# HELP hoist_%s %s\n# TYPE hoist_%s gauge\nhoist_%s %lld\n", name, help, name,
+                 name, (long long)v);
+}
+
+int64_t hx_metrics(hx_engine *e, char *out, int64_t cap)
+{
+    hx_sb b = { 0 };
+    hx_status st;
+    int64_t n;
+
+    hx_get_status(e, &st);
+    hx_counters_write(&b);
+    gauge(&b, "requests_running", "Requests being computed.", st.running);
+    gauge(&b, "requests_waiting", "Requests waiting for a place.", st.waiting);
+    gauge(&b, "pages_total", "Pages of sequence memory, 64 tokens each.", st.pages);
+    gauge(&b, "pages_used", "Pages reserved by running requests.", st.pages_used);
+    gauge(&b, "context_tokens", "Longest sequence.", e->info.ctx_tokens);
+    gauge(&b, "resident_memory_bytes", "Memory of the process, mapped weights included.",
+          (int64_t)hx_sys_rss_bytes());
+    n = b.bad ? HX_ENOMEM : (int64_t)b.n;
+    if (HX_MIN(n, cap) > 0)
+        memcpy(out, b.p, (size_t)HX_MIN(n, cap));
+    hx_sb_free(&b);
+    return n;
+}

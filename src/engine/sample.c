@@ -1,0 +1,116 @@
+/* sample.c - what a stream needs to choose its next token and to know when to stop: the
+ * history behind penalties, bans before min_new, stop texts. The choice itself is the
+ * operation hx_op_sample. Called by the engine thread. */
+#include "engine/engine.h"
+
+int hx_sample_open(hx_stream *s, hx_err *err)
+{
+    const hx_request *r = &s->req;
+    const size_t n_vocab = (size_t)s->engine->info.n_vocab;
+    hx_history *h = &s->hist;
+
+    s->stopper.n_stop = r->n_stop;
+    for (int32_t i = 0; i < r->n_stop; i++)
+        s->stopper.stop[i] = r->stop[i];
+    if (r->n_stop > 0) {
+        s->stopper.cap = HX_STOP_BYTES + HX_TOKEN_BYTES;
+        if ((s->stopper.held = hx_new(char, s->stopper.cap)) == NULL)
+            goto no_memory;
+    }
+    h->on = (r->repeat_penalty != 0 && r->repeat_penalty != 1) || r->presence_penalty != 0 ||
+            r->frequency_penalty != 0;
+    if (!h->on)
+        return 0;
+    h->id = hx_new(int32_t, n_vocab);
+    h->count = hx_new(int32_t, n_vocab);
+    h->at = hx_new(int32_t, n_vocab);
+    if (h->id != NULL && h->count != NULL && h->at != NULL)
+        return 0;
+no_memory:
+    return hx_fail(err, HX_ENOMEM, "request: no memory for its sampling state");
+}
+
+void hx_sample_close(hx_stream *s)
+{
+    hx_free(s->stopper.held);
+    hx_free(s->hist.id);
+    hx_free(s->hist.count);
+    hx_free(s->hist.at);
+}
+
+void hx_sample_seen(hx_history *h, int32_t id, bool answer)
+{
+    if (!h->on)
+        return;
+    if (h->at[id] == 0) {
+        h->id[h->n] = id;
+        h->count[h->n] = 0;
+        h->at[id] = ++h->n;
+    }
+    if (answer)
+        h->count[h->at[id] - 1]++;
+}
+
+void hx_sample_row_of(const hx_stream *s, hx_sample_row *row)
+{
+    const hx_request *r = &s->req;
+    const int64_t made = s->n_token - s->n_prompt;
+
+    *row = (hx_sample_row){
+        .temperature = r->temperature, .top_p = r->top_p, .min_p = r->min_p, .top_k = r->top_k,
+        .repeat = r->repeat_penalty, .presence = r->presence_penalty,
+        .frequency = r->frequency_penalty, .hist_id = s->hist.id, .hist_count = s->hist.count,
+        .n_hist = s->hist.n, .bias = r->bias, .n_bias = r->n_bias, .seed = r->seed,
+        .counter = (uint64_t)made, .n_top = r->n_top, .want_logprob = r->want_logprobs,
+    };
+    if (r->ignore_eos || made < r->min_new) {
+        row->ban = s->ban;
+        row->n_ban = s->n_ban;
+    }
+}
+
+/* Length of the longest suffix of p[0..n) that begins some stop text. */
+static size_t open_suffix(const hx_stopper *st, const char *p, size_t n)
+{
+    size_t best = 0;
+
+    for (int32_t i = 0; i < st->n_stop; i++) {
+        const hx_str t = st->stop[i];
+
+        for (size_t k = HX_MIN(n, t.n - 1); k > best; k--)
+            if (memcmp(p + n - k, t.p, k) == 0) {
+                best = k;
+                break;
+            }
+    }
+    return best;
+}
+
+int32_t hx_sample_stop(hx_stopper *st, hx_str bytes, size_t *n_sure)
+{
+    const char *first = NULL;
+    int32_t which = -1;
+
+    /* What is held begins some stop text, so it is shorter than HX_STOP_BYTES. */
+    hx_assert(st->n_held + bytes.n <= st->cap);
+    memcpy(st->held + st->n_held, bytes.p, bytes.n);
+    st->n_held += bytes.n;
+    for (int32_t i = 0; i < st->n_stop; i++) {
+        const char *at = memmem(st->held, st->n_held, st->stop[i].p, st->stop[i].n);
+
+        if (at != NULL && (first == NULL || at < first)) {
+            first = at;
+            which = i;
+        }
+    }
+    *n_sure = first != NULL ? (size_t)(first - st->held)
+                            : st->n_held - open_suffix(st, st->held, st->n_held);
+    return which;
+}
+
+void hx_sample_release(hx_stopper *st, size_t n)
+{
+    hx_assert(n <= st->n_held);
+    memmove(st->held, st->held + n, st->n_held - n);
+    st->n_held -= n;
+}

@@ -1,0 +1,550 @@
+/* model_test.c - the model against recorded outputs of the official implementation (glm_tiny, the
+ * BF16 demo) and of the float64 reference on de-quantised weights (the EXL3 demos). */
+#include "../../tests/golden.h"
+#include "model/model.h"
+
+#define MAX_ROWS 64
+#define CTX 2560
+
+/* A model with everything it needs to run, at most MAX_ROWS rows a call. */
+typedef struct {
+    hx_model *m;
+    hx_dev   *dev;
+    hx_cache *cache;
+    hx_graph *g;
+} rig;
+
+static void rig_open(rig *r, const char *dir, const char *device, const char *isa, hx_cache_fmt fmt)
+{
+    hx_err err = { 0 };
+
+    memset(r, 0, sizeof *r);
+    if (hx_model_open(&r->m, dir, NULL, NULL, &err) != 0)
+        fail_msg("%s", err.msg);
+    const hx_dev_opt opt = { .name = device, .isa = isa, .n_threads = 2,
+                             .limits = hx_model_limits(&r->m->desc, MAX_ROWS, CTX) };
+    if (hx_dev_open(&r->dev, &opt, &err) != 0 ||
+        hx_cache_open(&r->cache, &r->m->desc, r->dev, 4, CTX, 4 * CTX / HX_PAGE, fmt, &err) != 0 ||
+        hx_graph_open(&r->g, r->m, r->dev, r->cache, MAX_ROWS, MAX_ROWS, CTX, &err) != 0)
+        fail_msg("%s", err.msg);
+}
+
+static void rig_close(rig *r)
+{
+    hx_graph_close(r->g);
+    hx_cache_close(r->cache);
+    hx_dev_close(r->dev);
+    hx_model_close(r->m);
+}
+
+/* Rows ids[0..n) of slot from its present end on, in calls of at most step rows; logits of all rows. */
+static void run(rig *r, int32_t slot, hx_phase phase, const int32_t *ids, int64_t n, int64_t step,
+                float *logits)
+{
+    const int64_t v = r->m->desc.n_vocab;
+    hx_slot *s = &r->cache->slot[slot];
+    hx_err err = { 0 };
+
+    for (int64_t i = 0; i < n; i += step) {
+        const int64_t rows = HX_MIN(step, n - i);
+        const hx_span span = { .slot = slot, .n_row = (int32_t)rows, .pos0 = (int32_t)s->n_pos,
+                               .commit = s->pend };
+        const hx_batch b = { .phase = phase, .id = ids + i,
+                             .rows = { .span = &span, .n_span = 1, .n_row = rows } };
+
+        if (hx_cache_grow(r->cache, slot, s->n_pos + rows, &err) != 0 ||
+            hx_graph_begin(r->g, &b, &err) != 0 ||
+            hx_graph_layers(r->g, 0, r->m->desc.n_layer, &err) != 0 ||
+            hx_graph_out(r->g, 0, rows, &err) != 0)
+            fail_msg("%s", err.msg);
+        s->n_pos += rows;
+        s->pend = phase == HX_PHASE_DECODE ? (int32_t)rows : 0;
+        if (logits != NULL)
+            memcpy(logits + i * v, hx_graph_logits(r->g).p, (size_t)(rows * v) * sizeof(float));
+    }
+}
+
+/* The same in a slot of its own. */
+static void run_fresh(rig *r, hx_phase phase, const int32_t *ids, int64_t n, int64_t step, float *logits)
+{
+    const int32_t slot = hx_cache_take(r->cache);
+
+    assert_true(slot >= 0);
+    run(r, slot, phase, ids, n, step, logits);
+    hx_cache_drop(r->cache, slot);
+}
+
+static int64_t ids_of(const hx_json *list, int32_t **out)
+{
+    const int64_t n = (int64_t)hx_json_len(list);
+
+    *out = hx_new(int32_t, n + 1);
+    for (int64_t i = 0; i < n; i++)
+        (*out)[i] = (int32_t)hx_json_int(hx_json_at(list, (size_t)i), -1);
+    return n;
+}
+
+static double worst_row(const float *a, const float *b, int64_t rows, int64_t n)
+{
+    double worst = 0;
+
+    for (int64_t r = 0; r < rows; r++)
+        worst = fmax(worst, golden_rel(a + r * n, b + r * n, n));
+    return worst;
+}
+
+/* ---- glm_tiny: every intermediate of every layer ------------------------ */
+
+#define TINY "tests/data/glm_tiny"
+
+typedef struct { const golden_file *f; const char *run; int64_t top; double worst; int seen, flips; } tiny_tap;
+
+static void on_tiny(void *ud, int64_t layer, const char *what, hx_buf data, int64_t rows)
+{
+    tiny_tap *t = ud;
+    char name[96];
+    int64_t n;
+    const float *want;
+
+    snprintf(name, sizeof name, "%s.%lld.%s", t->run, (long long)layer,
+             strcmp(what, "router_id") == 0 ? "router_ids" : what);
+    if ((want = golden_f32(t->f, name, &n)) == NULL)
+        return;
+    assert_true(n % rows == 0);
+    t->seen++;
+    if (strcmp(what, "router_id") == 0) {
+        for (int64_t i = 0; i < n; i++)
+            t->flips += (float)((const int32_t *)data.p)[i] != want[i];
+        return;
+    }
+    t->worst = fmax(t->worst, golden_rel(data.p, want, n));
+}
+
+static void tiny_case(const char *device, const char *isa, const char *which)
+{
+    hx_json *ref = golden_json(TINY "/ref.json");
+    golden_file f = golden_open(TINY "/trace.safetensors");
+    const bool longer = strcmp(which, "long") == 0;
+    tiny_tap tap = { .f = &f, .run = which };
+    float *logits = hx_new(float, 64 * 64);
+    int32_t *ids;
+    int64_t n_want, n;
+    rig r;
+
+    rig_open(&r, TINY, device, isa, HX_CACHE_F32);
+    hx_graph_tap(r.g, on_tiny, &tap);
+    n = ids_of(hx_json_get(ref, longer ? "long_ids" : "full_ids"), &ids);
+    run_fresh(&r, HX_PHASE_PREFILL, ids, n, n, logits);
+    char name[32];
+    snprintf(name, sizeof name, "%s.logits", which);
+    const float *want = golden_f32(&f, name, &n_want);
+    assert_non_null(want);
+    assert_int_equal(n_want, n * 64);
+    const double rel = worst_row(logits, want, n, 64);
+    printf("glm_tiny %s on %s: logits %.2g, intermediates %.2g (%d compared), %d router flips\n", which,
+           r.dev->text, rel, tap.worst, tap.seen, tap.flips);
+    assert_true(rel <= 1e-5);
+    assert_true(tap.worst <= 1e-5);
+    assert_int_equal(tap.flips, 0);
+    assert_true(tap.seen >= 5 * 4);
+    const hx_json *best = hx_json_get(ref, longer ? "long_tf_argmax" : "tf_argmax");
+    for (int64_t i = 0; i < n; i++)
+        assert_int_equal(golden_argmax(logits + i * 64, 64), hx_json_int(hx_json_at(best, (size_t)i), -1));
+    rig_close(&r);
+    hx_free(ids);
+    hx_free(logits);
+    golden_close(&f);
+    hx_json_free(ref);
+}
+
+static void test_tiny_ref(void **state)
+{
+    (void)state;
+    tiny_case("ref", NULL, "full");
+    tiny_case("ref", NULL, "long");
+}
+
+static void test_tiny_cpu(void **state)
+{
+    (void)state;
+    tiny_case("cpu", NULL, "full");
+    tiny_case("cpu", NULL, "long");
+    tiny_case("cpu", "scalar", "long");
+}
+
+/* Decode one by one, decode several rows a step, prefill in pieces and in one: the same answer to
+ * rounding; and pieces on the 64-grid the same bits. */
+static void agree_case(const char *dir, const int32_t *ids, int64_t n, const char *device)
+{
+    rig r;
+    float *whole, *other;
+
+    rig_open(&r, dir, device, NULL, HX_CACHE_F32);
+    const int64_t v = r.m->desc.n_vocab;
+    whole = hx_new(float, n * v);
+    other = hx_new(float, n * v);
+    run_fresh(&r, HX_PHASE_PREFILL, ids, n, MAX_ROWS, whole);
+    run_fresh(&r, HX_PHASE_DECODE, ids, n, 1, other);
+    const double one = worst_row(other, whole, n, v);
+    float *serial = other;
+    other = hx_new(float, n * v);
+    run_fresh(&r, HX_PHASE_DECODE, ids, n, 3, other);
+    /* Rows of one decode step have the bits of serial steps. */
+    assert_memory_equal(other, serial, (size_t)(n * v) * sizeof(float));
+    printf("%s on %s: decode against prefill %.2g\n", dir, r.dev->text, one);
+    assert_true(one <= 2e-5);
+    rig_close(&r);
+    hx_free(whole);
+    hx_free(other);
+    hx_free(serial);
+}
+
+static void test_tiny_agree(void **state)
+{
+    hx_json *ref = golden_json(TINY "/ref.json");
+    int32_t *ids;
+    const int64_t n = ids_of(hx_json_get(ref, "long_ids"), &ids);
+
+    (void)state;
+    agree_case(TINY, ids, n, "cpu");
+    agree_case(TINY, ids, n, "ref");
+    hx_free(ids);
+    hx_json_free(ref);
+}
+
+/* ---- demos ---------------------------------------------------------------- */
+
+typedef struct {
+    const char *dir, *ref;       /* model; folder with its reference outputs */
+    const char *device;
+    double      bound;           /* relative error of a row of logits */
+    double      margin;          /* top-1 must agree where the reference's margin is larger */
+    int64_t     longest;         /* prompts up to so many tokens */
+} demo_case;
+
+static void demo_prompt(rig *r, const demo_case *c, const hx_json *p, double *worst)
+{
+    const int64_t v = r->m->desc.n_vocab;
+    const hx_str name = hx_json_str(hx_json_get(p, "name"));
+    char path[512];
+    int32_t *ids;
+    const int64_t n = ids_of(hx_json_get(p, "ids"), &ids);
+
+    snprintf(path, sizeof path, "%s/%.*s.logits.npy", c->ref, (int)name.n, name.p);
+    if (n <= c->longest && !hx_str_is(name, "image")) {
+        golden g = golden_npy(path);
+        float *logits = hx_new(float, n * v);
+
+        assert_int_equal(g.dim[1], v);
+        run_fresh(r, HX_PHASE_PREFILL, ids, n, MAX_ROWS, logits);
+        const double rel = worst_row(logits + (n - g.dim[0]) * v, g.p, g.dim[0], v);
+        const hx_json *best = hx_json_get(p, "argmax"), *margin = hx_json_get(p, "margin");
+        int64_t flips = 0, sure = 0;
+
+        for (int64_t i = 0; best != NULL && i < n; i++)
+            if (hx_json_num(hx_json_at(margin, (size_t)i), 0) > c->margin) {
+                sure++;
+                flips += golden_argmax(logits + i * v, v) != hx_json_int(hx_json_at(best, (size_t)i), -1);
+            }
+        printf("%.*s (%lld tokens) on %s: worst row %.2g, %lld of %lld sure top-1 differ\n", (int)name.n,
+               name.p, (long long)n, r->dev->text, rel, (long long)flips, (long long)sure);
+        assert_int_equal(flips, 0);
+        *worst = fmax(*worst, rel);
+        hx_free(logits);
+        golden_free(&g);
+    }
+    hx_free(ids);
+}
+
+static void demo_logits(const demo_case *c)
+{
+    char path[512];
+    double worst = 0;
+    rig r;
+
+    snprintf(path, sizeof path, "%s/prompts.json", c->ref);
+    hx_json *list = golden_json(path);
+    rig_open(&r, c->dir, c->device, NULL, HX_CACHE_F32);
+    for (size_t i = 0; i < hx_json_len(list); i++)
+        demo_prompt(&r, c, hx_json_at(list, i), &worst);
+    printf("%s on %s: worst %.3g, bound %.3g\n", c->dir, r.dev->text, worst, c->bound);
+    assert_true(worst <= c->bound);
+    rig_close(&r);
+    hx_json_free(list);
+}
+
+/* Greedy continuations; where the reference's own margin is below unsure a step may differ, and
+ * the comparison of that prompt ends there. */
+static void demo_greedy(const char *dir, const char *ref, const char *device, double unsure)
+{
+    char path[512];
+    int64_t same = 0;
+    rig r;
+
+    snprintf(path, sizeof path, "%s/prompts.json", ref);
+    hx_json *list = golden_json(path);
+    rig_open(&r, dir, device, NULL, HX_CACHE_F32);
+    const int64_t v = r.m->desc.n_vocab;
+    for (size_t i = 0; i < hx_json_len(list); i++) {
+        const hx_json *p = hx_json_at(list, i), *margin = hx_json_get(p, "greedy_margin");
+        const hx_str name = hx_json_str(hx_json_get(p, "name"));
+        int32_t *ids, *want;
+        const int64_t n = ids_of(hx_json_get(p, "ids"), &ids);
+        const int64_t n_want = ids_of(hx_json_get(p, "greedy_ids"), &want);
+        float *logits = hx_new(float, n * v);
+        const int32_t slot = hx_cache_take(r.cache);
+
+        if (n_want > 0 && n < 600 && !hx_str_is(name, "image")) {
+            run(&r, slot, HX_PHASE_PREFILL, ids, n, MAX_ROWS, logits);
+            memmove(logits, logits + (n - 1) * v, (size_t)v * sizeof(float));
+            for (int64_t k = 0; k < n_want; k++) {
+                const int32_t got = (int32_t)golden_argmax(logits, v);
+                const double m = hx_json_num(hx_json_at(margin, (size_t)k), 0);
+
+                if (got != want[k] && m < unsure) {
+                    printf("%.*s: step %lld differs, the reference's margin there is %g\n", (int)name.n,
+                           name.p, (long long)k, m);
+                    break;
+                }
+                if (got != want[k])
+                    fail_msg("%.*s: step %lld: token %d, expected %d (margin %g)", (int)name.n, name.p,
+                             (int)k, got, want[k], m);
+                same++;
+                run(&r, slot, HX_PHASE_DECODE, &got, 1, 1, logits);
+            }
+        }
+        hx_cache_drop(r.cache, slot);
+        hx_free(logits);
+        hx_free(ids);
+        hx_free(want);
+    }
+    printf("%s on %s: %lld greedy tokens as the reference\n", dir, r.dev->text, (long long)same);
+    assert_true(same > 200);
+    rig_close(&r);
+    hx_json_free(list);
+}
+
+#define DEMO "../shared/models/demo"
+#define EXL3 "models/demo-exl3"
+#define MIXED "../shared/models/demo-exl3-mixed"
+
+static void test_demo_bf16(void **state)
+{
+    (void)state;
+    GOLDEN_NEED(DEMO "/model.safetensors");
+    demo_logits(&(demo_case){ DEMO, DEMO "/reference", "cpu", 1e-5, 0, 4000 });
+}
+
+static void test_demo_bf16_greedy(void **state)
+{
+    (void)state;
+    GOLDEN_NEED(DEMO "/model.safetensors");
+    demo_greedy(DEMO, DEMO "/reference", "cpu", 1e-3);
+}
+
+static void test_exl3_ref(void **state)
+{
+    (void)state;
+    demo_logits(&(demo_case){ EXL3, EXL3 "/reference", "ref", 1e-5, 0.05, 40 });
+}
+
+static void test_exl3_cpu(void **state)
+{
+    (void)state;
+    demo_logits(&(demo_case){ EXL3, EXL3 "/reference", "cpu", 5e-3, 0.05, 4000 });
+}
+
+static void test_exl3_greedy(void **state)
+{
+    (void)state;
+    demo_greedy(EXL3, EXL3 "/reference", "cpu", 0.05);
+}
+
+static void test_mixed(void **state)
+{
+    (void)state;
+    GOLDEN_NEED(MIXED "/model.safetensors");
+    demo_logits(&(demo_case){ MIXED, MIXED "/reference", "ref", 1e-5, 0.05, 40 });
+    demo_logits(&(demo_case){ MIXED, MIXED "/reference", "cpu", 5e-3, 0.05, 4000 });
+}
+
+static void test_demo_agree(void **state)
+{
+    hx_json *list = golden_json(EXL3 "/reference/prompts.json");
+    int32_t *ids;
+
+    (void)state;
+    for (size_t i = 0; i < hx_json_len(list); i++)
+        if (hx_str_is(hx_json_str(hx_json_get(hx_json_at(list, i), "name")), "tool_call")) {
+            const int64_t n = ids_of(hx_json_get(hx_json_at(list, i), "ids"), &ids);
+
+            agree_case(EXL3, ids, n, "cpu");
+            hx_free(ids);
+        }
+    hx_json_free(list);
+}
+
+/* Rows whose n picks are not the same set (the reference lists them by weight, the operation by
+ * biased score). */
+static int64_t other_sets(const int32_t *got, const int32_t *want, int64_t rows, int64_t n)
+{
+    int64_t other = 0;
+
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t found = 0;
+
+        for (int64_t i = 0; i < n; i++)
+            for (int64_t j = 0; j < n; j++)
+                found += got[r * n + i] == want[r * n + j];
+        other += found != n;
+    }
+    return other;
+}
+
+/* Streams, routing and selections of the official implementation inside the BF16 demo. */
+typedef struct { golden streams, ids, picks; int64_t pos; double worst; int64_t flips, n_pick_rows; int64_t pick_row[2]; } demo_tap;
+
+static void on_demo(void *ud, int64_t layer, const char *what, hx_buf data, int64_t rows)
+{
+    demo_tap *t = ud;
+
+    if (strcmp(what, "streams") == 0 && t->streams.p != NULL) {
+        const int64_t row = t->streams.dim[2] * t->streams.dim[3];
+        const float *want = (const float *)t->streams.p + layer * t->streams.dim[1] * row;
+
+        assert_int_equal(rows, t->streams.dim[1]);
+        t->worst = fmax(t->worst, worst_row(data.p, want, rows, row));
+    }
+    if (strcmp(what, "router_id") == 0 && t->ids.p != NULL && t->streams.p != NULL) {
+        const int32_t *want = (const int32_t *)t->ids.p + (layer - 3) * t->ids.dim[1] * t->ids.dim[2];
+
+        t->flips += other_sets(data.p, want, rows, t->ids.dim[2]);
+    }
+}
+
+static void demo_inside(const char *name, bool routing)
+{
+    demo_tap t = { 0 };
+    char path[256];
+    int32_t *ids = NULL;
+    int64_t n = 0;
+    rig r;
+
+    snprintf(path, sizeof path, DEMO "/reference/%s.hidden.npy", name);
+    t.streams = golden_npy(path);
+    snprintf(path, sizeof path, DEMO "/reference/%s.router_ids.npy", name);
+    if (routing)
+        t.ids = golden_npy(path);
+    hx_json *list = golden_json(DEMO "/reference/prompts.json");
+    for (size_t i = 0; i < hx_json_len(list); i++)
+        if (hx_str_is(hx_json_str(hx_json_get(hx_json_at(list, i), "name")), name))
+            n = ids_of(hx_json_get(hx_json_at(list, i), "ids"), &ids);
+    rig_open(&r, DEMO, "cpu", NULL, HX_CACHE_F32);
+    hx_graph_tap(r.g, on_demo, &t);
+    run_fresh(&r, HX_PHASE_PREFILL, ids, n, MAX_ROWS, NULL);
+    printf("%s: streams %.2g, %lld router flips\n", name, t.worst, (long long)t.flips);
+    assert_true(t.worst > 0 && t.worst <= 1e-5);
+    assert_int_equal(t.flips, 0);
+    rig_close(&r);
+    golden_free(&t.streams);
+    golden_free(&t.ids);
+    hx_json_free(list);
+    hx_free(ids);
+}
+
+static void test_demo_inside(void **state)
+{
+    (void)state;
+    GOLDEN_NEED(DEMO "/model.safetensors");
+    demo_inside("add_think", true);
+    demo_inside("raw_story", false);
+}
+
+/* Sparse selection: which positions each query of recall_400 attends, layers 3 and 7. A row whose
+ * recorded margin is a near-tie may differ. */
+static void on_pick(void *ud, int64_t layer, const char *what, hx_buf data, int64_t rows)
+{
+    demo_tap *t = ud;
+    const int which = layer == 7;
+    const int64_t n_pool = 32, width = t->picks.dim[2], n_row = t->picks.dim[1];
+
+    if (strcmp(what, "pick") != 0)
+        return;
+    for (int64_t i = 0; i < rows; i++) {
+        const int64_t pos = 131 + t->pick_row[which]++;      /* first row that selects */
+        const int16_t *want = (const int16_t *)t->picks.p + (which * n_row + pos) * width;
+        const float margin = ((const float *)t->ids.p)[which * n_row + pos];
+        int64_t found = 0;
+
+        for (int64_t k = 0; k < n_pool; k++)
+            for (int64_t j = 0; j < width; j++)
+                found += want[j] == ((const int32_t *)data.p)[i * n_pool + k] * 4;
+        t->n_pick_rows++;
+        if (found != n_pool) {
+            printf("layer %lld position %lld: selection differs, margin %g\n", (long long)layer,
+                   (long long)pos, (double)margin);
+            assert_true(margin < 3e-6f);
+        }
+    }
+}
+
+static void test_demo_selection(void **state)
+{
+    demo_tap t = { 0 };
+    hx_json *list;
+    int32_t *ids = NULL;
+    int64_t n = 0;
+    rig r;
+
+    (void)state;
+    GOLDEN_NEED(DEMO "/model.safetensors");
+    t.picks = golden_npy(DEMO "/reference/recall_400.dsa_indices.npy");
+    t.ids = golden_npy(DEMO "/reference/recall_400.dsa_margin.npy");
+    list = golden_json(DEMO "/reference/prompts.json");
+    for (size_t i = 0; i < hx_json_len(list); i++)
+        if (hx_str_is(hx_json_str(hx_json_get(hx_json_at(list, i), "name")), "recall_400"))
+            n = ids_of(hx_json_get(hx_json_at(list, i), "ids"), &ids);
+    rig_open(&r, DEMO, "cpu", NULL, HX_CACHE_F32);
+    hx_graph_tap(r.g, on_pick, &t);
+    run_fresh(&r, HX_PHASE_PREFILL, ids, n, MAX_ROWS, NULL);
+    assert_int_equal(t.n_pick_rows, 2 * (n - 131));
+    rig_close(&r);
+    golden_free(&t.picks);
+    golden_free(&t.ids);
+    hx_json_free(list);
+    hx_free(ids);
+}
+
+/* ---- synthetic ------------------------------------------------------------- */
+
+static void test_synthetic(void **state)
+{
+    hx_err err = { 0 };
+    hx_model *m;
+
+    (void)state;
+    assert_int_equal(hx_model_open(&m, "synthetic:glm-5.3-flash,layers=4,experts=16", NULL, NULL, &err), 0);
+    assert_int_equal(m->desc.n_layer, 4);
+    assert_int_equal(m->layer[3].expert[15].down.k2, 6);
+    /* Hot experts of the measured table have a larger bias. */
+    const float *b = m->layer[3].router_bias.p;
+    assert_true(b[0] > b[1]);        /* 263 and 181 picks */
+    hx_model_close(m);
+    assert_int_equal(hx_model_open(&m, "synthetic:llama", NULL, NULL, &err), HX_EUNSUP);
+    assert_int_equal(hx_model_open(&m, "synthetic:glm-5.3-flash,layers=x", NULL, NULL, &err), HX_EARG);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_tiny_ref),       cmocka_unit_test(test_tiny_cpu),
+        cmocka_unit_test(test_tiny_agree),     cmocka_unit_test(test_exl3_ref),
+        cmocka_unit_test(test_exl3_cpu),       cmocka_unit_test(test_exl3_greedy),
+        cmocka_unit_test(test_demo_agree),     cmocka_unit_test(test_demo_bf16),
+        cmocka_unit_test(test_demo_bf16_greedy), cmocka_unit_test(test_demo_inside),
+        cmocka_unit_test(test_demo_selection), cmocka_unit_test(test_mixed),
+        cmocka_unit_test(test_synthetic),
+    };
+
+    return cmocka_run_group_tests_name("model", tests, NULL, NULL);
+}
