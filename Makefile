@@ -41,7 +41,7 @@ TESTBIN := $(patsubst %.c,$(BUILD)/test/%,$(notdir $(TESTS)))
 
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: all serve deps test test-unit test-ops test-tiny test-run check portable fuzz bench \
+.PHONY: test-gpu all serve deps test test-unit test-ops test-tiny test-run check portable fuzz bench \
         man install clean format
 
 all: $(BUILD)/hoist
@@ -119,6 +119,9 @@ test-ops: deps
 test-tiny: deps
 	@$(MAKE) --no-print-directory $(BUILD)/hoist $(BUILD)/test/model_test $(BUILD)/test/engine_test
 	@tests/run.sh $(BUILD) tiny
+
+test-gpu:
+	@tests/gpu.sh
 
 check:
 	@tools/check.sh

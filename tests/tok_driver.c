@@ -64,7 +64,7 @@ int main(int argc, char **argv)
     fprintf(stderr, "load: %.1f ms, %d ids\n", (double)(hx_now_us() - start) / 1e3,
             hx_tok_count(t));
     if ((rc = hx_file_read(argv[2], (size_t)1 << 30, &text, &n, &err)) == 0)
-        rc = encode(t, (hx_str){ text, n }, argv + 3, &err);
+        rc = encode(t, (hx_str) { text, n }, argv + 3, &err);
 fail:
     if (rc != 0)
         fprintf(stderr, "%s\n", err.msg);

@@ -12,6 +12,10 @@
 
 #include "hoist.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 /* ---- errors ---------------------------------------------------------- */
 
 #if defined(__GNUC__)
@@ -214,4 +218,7 @@ int64_t hx_test_live_allocs(void);            /* allocations not yet freed */
 void hx_noalloc_begin(const char *what);
 void hx_noalloc_end(void);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include "cli/cli.h"
-#include "text/text.h"
 
 #define LINE_MAX_BYTES (1u << 20)
 
@@ -31,11 +30,6 @@ static void on_int(int sig)
 {
     (void)sig;
     interrupted = 1;
-}
-
-static int32_t find_token(void *ud, hx_str text)
-{
-    return hx_token_id(ud, text);
 }
 
 static const char *dim(const chat *t, bool on)
@@ -88,19 +82,6 @@ static void on_reply(void *ud, const hx_reply_event *ev)
     }
 }
 
-static void feed(chat *t, hx_reply *r, const hx_event *ev, hx_err *err)
-{
-    int32_t from = 0;
-
-    for (int32_t i = 0; i < ev->n_tokens; i++) {
-        const hx_str bytes = { ev->bytes.p + from, (size_t)(ev->end[i] - from) };
-
-        hx_reply_feed(r, ev->tokens[i], bytes, on_reply, t, err);
-        from = ev->end[i];
-    }
-    fflush(stdout);
-}
-
 /* ---- one turn ----------------------------------------------------------- */
 
 static int render(chat *t, int32_t **ids, int64_t *n, hx_err *err)
@@ -134,9 +115,6 @@ static void add_message(chat *t, const char *role, hx_str content, hx_str reason
 
 static int answer(chat *t, const int32_t *ids, int64_t n, hx_err *err)
 {
-    const hx_reply_opt ropt = { .format = hx_reply_find(t->info.reply_format), .find = find_token,
-                                .ud = t->e,
-                                .in_reasoning = ids[n - 1] == hx_token_id(t->e, HX_STR("<think>")) };
     const hx_request r = { .tokens = ids, .n_tokens = n, .max_new = t->c->n, .progress = true,
                            .temperature = t->c->has_temp ? (float)t->c->temp : t->info.temperature,
                            .top_p = t->info.top_p, .top_k = t->info.top_k,
@@ -146,7 +124,7 @@ static int answer(chat *t, const int32_t *ids, int64_t n, hx_err *err)
     hx_event ev = { 0 };
     int rc;
 
-    if ((rc = hx_reply_open(&reply, &ropt, err)) != 0 || (rc = hx_submit(t->e, &r, &s, err)) != 0) {
+    if ((rc = cli_reply_open(&reply, t->e, ids[n - 1], err)) != 0 || (rc = hx_submit(t->e, &r, &s, err)) != 0) {
         hx_reply_close(reply);
         return rc;
     }
@@ -156,7 +134,8 @@ static int answer(chat *t, const int32_t *ids, int64_t n, hx_err *err)
         if (interrupted)
             hx_cancel(s);
         if (hx_next(s, &ev, 100) == 1 && ev.kind == HX_EV_TOKENS)
-            feed(t, reply, &ev, err);
+            cli_reply_feed(reply, &ev, on_reply, t, err);
+        fflush(stdout);
     } while (ev.kind != HX_EV_DONE && ev.kind != HX_EV_ERROR);
     hx_reply_end(reply, on_reply, t, NULL, err);
     end_reasoning(t);

@@ -5,6 +5,7 @@
 #include <stdio.h>
 
 #include "base/base.h"
+#include "text/text.h"
 
 /* Values of all options; which a command takes is a column of the table in main.c. */
 typedef struct {
@@ -22,6 +23,11 @@ typedef struct {
 int cli_open_engine(hx_engine **out, const hx_cli *c);
 int cli_fail(const hx_err *err);         /* "hoist: sentence" on stderr; exit status 1 */
 void cli_bytes(char out[32], uint64_t n);        /* "1.5 GiB" */
+
+/* Parses the answer to a prompt that ends in the id last; freed with hx_reply_close(). */
+int cli_reply_open(hx_reply **out, hx_engine *e, int32_t last, hx_err *err);
+/* Hands an event's tokens to the parser and what comes of them to sink. */
+int cli_reply_feed(hx_reply *r, const hx_event *ev, hx_reply_sink *sink, void *ud, hx_err *err);
 
 int cmd_serve(const hx_cli *c);
 int cmd_run(const hx_cli *c);

@@ -248,6 +248,37 @@ void cli_bytes(char out[32], uint64_t n)
     snprintf(out, 32, u == 0 ? "%.0f %s" : "%.1f %s", v, unit[u]);
 }
 
+static int32_t find_token(void *ud, hx_str text)
+{
+    return hx_token_id(ud, text);
+}
+
+int cli_reply_open(hx_reply **out, hx_engine *e, int32_t last, hx_err *err)
+{
+    hx_info info;
+    hx_reply_opt opt = { .find = find_token, .ud = e };
+
+    hx_get_info(e, &info);
+    opt.format = hx_reply_find(info.reply_format);
+    opt.in_reasoning = last == hx_token_id(e, HX_STR("<think>"));
+    return hx_reply_open(out, &opt, err);
+}
+
+int cli_reply_feed(hx_reply *r, const hx_event *ev, hx_reply_sink *sink, void *ud, hx_err *err)
+{
+    int32_t from = 0;
+
+    for (int32_t i = 0; i < ev->n_tokens; i++) {
+        const hx_str bytes = { ev->bytes.p + from, (size_t)(ev->end[i] - from) };
+        const int rc = hx_reply_feed(r, ev->tokens[i], bytes, sink, ud, err);
+
+        if (rc != 0)
+            return rc;
+        from = ev->end[i];
+    }
+    return 0;
+}
+
 static void on_log(void *ud, int level, const char *line)
 {
     (void)ud;

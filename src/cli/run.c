@@ -117,7 +117,8 @@ static int prompt_ids(hx_engine *e, const hx_cli *c, int32_t **ids, int64_t *n)
     return rc != 0 ? cli_fail(&err) : 0;
 }
 
-static void print_tokens(const hx_engine *e, const hx_event *ev, hx_utf8_stream *utf8)
+/* A raw answer: all its text but special tokens. */
+static void print_raw(const hx_engine *e, const hx_event *ev, hx_utf8_stream *utf8)
 {
     hx_sb out = { 0 };
     int32_t from = 0;
@@ -135,13 +136,26 @@ static void print_tokens(const hx_engine *e, const hx_event *ev, hx_utf8_stream 
     hx_sb_free(&out);
 }
 
+/* A chat answer: content on standard output, reasoning on standard error, calls as text. */
+static void print_reply(void *ud, const hx_reply_event *ev)
+{
+    FILE *f = ev->kind == HX_REPLY_REASONING ? stderr : stdout;
+
+    (void)ud;
+    if (ev->kind == HX_REPLY_CALL_END)
+        fputs(")\n", f);
+    else
+        fprintf(f, "%.*s%s", (int)ev->text.n, ev->text.p, ev->kind == HX_REPLY_CALL ? "(" : "");
+    fflush(f);
+}
+
 static void print_figures(const hx_event *ev)
 {
     static const char *const why[] = { "", "end token", "stop text", "length", "cancelled" };
     const double read_s = (double)(ev->times.first_us - ev->times.started_us) / 1e6;
     const double made_s = (double)(ev->times.done_us - ev->times.first_us) / 1e6;
 
-    fprintf(stderr, "\nprompt %lld tokens in %.3f s (%.0f tok/s), answer %lld tokens in %.3f s (%.1f tok/s), %s\n",
+    fprintf(stderr, "prompt %lld tokens in %.3f s (%.0f tok/s), answer %lld tokens in %.3f s (%.1f tok/s), %s\n",
             (long long)ev->prompt, read_s, (double)ev->prompt / HX_MAX(read_s, 1e-6),
             (long long)ev->generated, made_s, (double)(ev->generated - 1) / HX_MAX(made_s, 1e-6),
             why[ev->stop]);
@@ -160,7 +174,7 @@ static int generate(hx_engine *e, const hx_cli *c, const int32_t *ids, int64_t n
 {
     hx_info info;
     hx_utf8_stream utf8 = { 0 };
-    hx_sb rest = { 0 };
+    hx_reply *reply = NULL;
     hx_stream *s;
     hx_event ev;
     hx_err err = { 0 };
@@ -171,23 +185,33 @@ static int generate(hx_engine *e, const hx_cli *c, const int32_t *ids, int64_t n
                            .top_p = info.top_p, .top_k = info.top_k, .progress = true,
                            .seed = c->has_seed ? (uint64_t)c->seed : (uint64_t)hx_now_us() };
 
-    if (hx_submit(e, &r, &s, &err) != 0)
+    if (!c->raw && cli_reply_open(&reply, e, ids[n - 1], &err) != 0)
         return cli_fail(&err);
+    if (hx_submit(e, &r, &s, &err) != 0) {
+        hx_reply_close(reply);
+        return cli_fail(&err);
+    }
     do {
         hx_next(s, &ev, -1);
-        if (ev.kind == HX_EV_TOKENS)
-            print_tokens(e, &ev, &utf8);
-        else if (ev.kind == HX_EV_PROGRESS)
+        if (ev.kind == HX_EV_PROGRESS)
             show_progress(&ev);
+        else if (ev.kind == HX_EV_TOKENS && c->raw)
+            print_raw(e, &ev, &utf8);
+        else if (ev.kind == HX_EV_TOKENS)
+            cli_reply_feed(reply, &ev, print_reply, NULL, &err);
     } while (ev.kind != HX_EV_DONE && ev.kind != HX_EV_ERROR);
-    hx_utf8_end(&utf8, &rest);
-    fwrite(rest.p != NULL ? rest.p : "", 1, rest.n, stdout);
-    hx_sb_free(&rest);
-    if (ev.kind == HX_EV_DONE)
+    if (reply != NULL)
+        hx_reply_end(reply, print_reply, NULL, NULL, &err);
+    if (ev.kind == HX_EV_DONE) {
+        putchar('\n');
+        fflush(stdout);
         print_figures(&ev);
-    err = ev.err;
+    } else {
+        err = ev.err;
+    }
+    hx_reply_close(reply);
     hx_stream_free(s);
-    return ev.kind == HX_EV_ERROR ? cli_fail(&err) : 0;
+    return err.code != 0 ? cli_fail(&err) : 0;
 }
 
 int cmd_run(const hx_cli *c)

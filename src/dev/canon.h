@@ -1,28 +1,34 @@
-/* canon.h - the canonical arithmetic: the one definition, bit for bit, of what a product with
- * a weight matrix and a routed expert give, whatever the backend, the instruction set and the
- * number of rows. One text for C and CUDA; the CPU backend, the CUDA backend and their tests
- * include it. It must never depend on anything but <math.h> and on IEEE single precision:
- * compile with -ffp-contract=off (nvcc --fmad=false), without fast-math or flush-to-zero.
+/* canon.h - the canonical arithmetic: what a product with a weight matrix and a routed
+ * expert give, bit for bit, whatever the backend, the instruction set and the number of
+ * rows. One text for C and CUDA: the backends and their tests include it. It must never
+ * depend on more than <math.h> and IEEE single precision: compile with -ffp-contract=off
+ * (nvcc --fmad=false), without fast-math or flush-to-zero.
  *
- * EXL3, y = W x for one row of k_pad inputs (0 past k) and n_pad outputs, P = H128 / sqrt(128)
- * per aligned group of 128:
- *   1 xr = P (x * suh): fp32 product, butterflies (a, b) -> (a + b, a - b) at distances
- *     1, 2, 4 … 64, then * HX_CANON_ROOT.
- *   2 Per block of 128 inputs: m = max |xr|, q = m / 32385, a = rint(xr * (32385 / m)), and
- *     a = q = 0 where m = 0. 32385 = 254 * 127 + 127, so a = 254 i + j with both planes in
- *     -127 … 127: a CPU multiplies a as int16, a GPU the planes as int8. A = sum of a.
- *     A NaN or infinity among the inputs makes q one, so that it cannot get lost.
- *   3 Integer weights w. MUL1: byte sum - 512, so that weight = k_inv w + 0.01171875, exactly.
- *     MCG, 3INST: weight = w / 8192, exactly. Sums over a block are exact in int32 in any order:
- *     MUL1 I = sum a w (32385 * 512 * 128 < 2^31); the others Ii = sum i w, Ij = sum j w.
- *   4 MUL1: t = fma(I, k_inv, 0.01171875 A) q;  the others: t = fma(254, Ii, Ij) (q 2^-13).
- *   5 The terms t of a column's blocks join in a balanced tree: neighbours, level by level; an
- *     odd last one moves up. So a part of the inputs that is a power of two is a subtree.
- *   6 y = (P yr) * svh (+ bias), as in 1.
- * F32, F16, BF16, FP8: weights widened to fp32 (FP8: value * scale, one rounding). Per block of 128
- * inputs (0 past k, and these take part), lane l of 8 sums inputs 8 t + l, t = 0 … 15, with fma
- * from 0; lanes join as hx_canon_lanes, blocks as in 5; + bias. Transposed (head_matmul): fma over
- * the rows of W in ascending order from 0, in blocks of 128 rows that join as in 5.
+ * EXL3, y = W x for one row of k_pad inputs (0 past k) and n_pad outputs, with
+ * P = H128 / sqrt(128) on each aligned group of 128:
+ *
+ * 1. xr = P (x * suh): fp32 product, butterflies (a, b) -> (a + b, a - b) at distances
+ *    1, 2, 4 ... 64, then * HX_CANON_ROOT.
+ * 2. Per block of 128 inputs: m = max |xr|, q = m / 32385, a = rint(xr * (32385 / m));
+ *    a = q = 0 where m = 0. 32385 = 254 * 127 + 127, so a = 254 i + j with both planes in
+ *    -127 ... 127: a CPU multiplies a as int16, a GPU the planes as int8. A = sum of a.
+ *    With a NaN or an infinity among the inputs q is NaN or infinite: it cannot get lost.
+ * 3. Integer weights w. MUL1: byte sum - 512, weight = k_inv w + 0.01171875, exactly.
+ *    MCG, 3INST: weight = w / 8192, exactly. Sums over a block are exact in int32 in any
+ *    order. MUL1: I = sum a w (32385 * 512 * 128 < 2^31); the others: Ii = sum i w,
+ *    Ij = sum j w.
+ * 4. Term of a block. MUL1: t = fma(I, k_inv, 0.01171875 A) q;
+ *    the others: t = fma(254, Ii, Ij) (q 2^-13).
+ * 5. The terms of an output join in a balanced tree: neighbours, level by level; an odd
+ *    last one moves up. So a power of two of blocks, aligned, is a subtree.
+ * 6. y = (P yr) * svh (+ bias), P as in 1.
+ *
+ * F32, F16, BF16, FP8: weights widened to fp32 (FP8: value * scale, one rounding). Per
+ * block of 128 inputs (0 past k, and these take part) lane l of 8 sums the inputs
+ * 8 t + l, t = 0 ... 15, with fma from 0; lanes join as in hx_canon_lanes(), blocks as in
+ * 5; + bias. Transposed (head_matmul): fma over the rows of W in ascending order from 0,
+ * in blocks of 128 rows that join as in 5.
+ *
  * Expert: h = silu(min(g, L)) * clamp(u, -L, L), then down. */
 #ifndef HX_CANON_H
 #define HX_CANON_H
@@ -38,15 +44,12 @@
 #define HX_HD static inline
 #endif
 
-enum {
-    HX_CANON_BLOCK = 128,
-    HX_CANON_AMAX = 32385
-};
+enum { HX_CANON_BLOCK = 128, HX_CANON_AMAX = 32385 };
 
-#define HX_CANON_ROOT   0.088388347648f             /* 1 / sqrt(128) */
-#define HX_CANON_K_INV  0.00676727294921875f        /* fp16 0x1EEE */
-#define HX_CANON_C2     0.01171875f                 /* 1024 k_inv - 10.3828125 + 512 k_inv */
-#define HX_CANON_UNIT   0x1p-13f                    /* of an MCG or 3INST weight */
+#define HX_CANON_ROOT  0.088388347648f      /* 1 / sqrt(128) */
+#define HX_CANON_K_INV 0.00676727294921875f /* fp16 0x1EEE */
+#define HX_CANON_C2    0.01171875f          /* 1024 k_inv - 10.3828125 + 512 k_inv */
+#define HX_CANON_UNIT  0x1p-13f             /* of an MCG or 3INST weight */
 
 HX_HD uint32_t hx_bits_of(float x)
 {
@@ -64,7 +67,7 @@ HX_HD float hx_float_of(uint32_t u)
     return x;
 }
 
-/* ---- step 1 and 6: the rotation -------------------------------------- */
+/* ---- steps 1 and 6: the rotation ------------------------------------- */
 
 HX_HD void hx_canon_rotate(float v[128])
 {
@@ -86,7 +89,8 @@ HX_HD void hx_canon_rotate(float v[128])
  * largest; the comparisons send a NaN to AMAX, as minps and fminf do. */
 HX_HD int32_t hx_canon_quantize(const float xr[128], int16_t a[128], float *q)
 {
-    const float top = (float)HX_CANON_AMAX, shift = 12582912.0f;   /* 1.5 * 2^23: + shift rounds */
+    const float top = (float)HX_CANON_AMAX;
+    const float shift = 12582912.0f; /* 1.5 * 2^23: the sum has no fraction */
     uint32_t peak = 0;
     int32_t sum = 0;
 
@@ -131,8 +135,9 @@ HX_HD float hx_canon_term_half(int32_t sum_i, int32_t sum_j, float q)
 
 /* ---- step 5: the tree ------------------------------------------------ */
 
-/* Adds term b (called with b = 0, 1, 2, …). level: one float every stride for each bit that the
- * number of terms has; entry l holds a finished subtree of 2^l terms while bit l of b is set. */
+/* Adds term b (called with b = 0, 1, 2, …). level: one float every stride for each bit
+ * that the number of terms has; entry l holds a finished subtree of 2^l terms while bit l
+ * of b is set. */
 HX_HD void hx_canon_tree_add(float *level, int stride, uint32_t b, float t)
 {
     for (; (b & 1) != 0; b >>= 1, level += stride)
@@ -173,9 +178,9 @@ HX_HD float hx_canon_dot(const float w[128], const float x[128])
 
 /* ---- the activation of an expert ------------------------------------- */
 
-/* exp(x), saturating outside -87 … 88; relative error below 2^-22. x = n ln 2 + r with ln 2 in
- * two parts (Cody and Waite 1980), a polynomial in r that is minimax from r^3 on, n added to
- * the exponent. */
+/* exp(x), saturating outside -87 … 88; relative error below 2^-23. x = n ln 2 + r, ln 2
+ * in two parts (Cody and Waite 1980); a polynomial in r that is minimax from r^3 on; n is
+ * added to the exponent. */
 HX_HD float hx_canon_exp(float x)
 {
     const float shift = 12582912.0f;

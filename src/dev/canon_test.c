@@ -1,6 +1,6 @@
-/* canon_test.c - the canonical arithmetic: canon.h against its definition, every instruction
- * set of this CPU against a plain evaluation of canon.h, bit for bit, and its error
- * against double precision. */
+/* canon_test.c - the canonical arithmetic: canon.h against its definition, every
+ * instruction set of this CPU against a plain evaluation of canon.h, bit for bit, and its
+ * error against double precision. */
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -39,7 +39,9 @@ static bool rate_ok(int k2, int cb)
 static const hx_mm_kernels *table(int isa)
 {
 #if defined(__x86_64__)
-    return isa == HX_ISA_AVX512 ? &hx_mm_avx512 : isa == HX_ISA_AVX2 ? &hx_mm_avx2 : &hx_mm_scalar;
+    return isa == HX_ISA_AVX512 ? &hx_mm_avx512
+           : isa == HX_ISA_AVX2 ? &hx_mm_avx2
+                                : &hx_mm_scalar;
 #else
     (void)isa;
     return &hx_mm_scalar;
@@ -51,12 +53,14 @@ static void same_floats(const char *what, const float *a, const float *b, size_t
 {
     for (size_t i = 0; i < n; i++)
         if (hx_bits_of(a[i]) != hx_bits_of(b[i]) && !(isnan(a[i]) && isnan(b[i])))
-            fail_msg("%s: element %zu is %.9g, expected %.9g", what, i, (double)a[i], (double)b[i]);
+            fail_msg("%s: element %zu is %.9g, expected %.9g", what, i, (double)a[i],
+                     (double)b[i]);
 }
 
 /* ---- canon.h itself -------------------------------------------------- */
 
-/* -ffp-contract=off must be in force: 1 - (1 - 2^-12)(1 + 2^-12) is 0 with a rounded product. */
+/* -ffp-contract=off must be in force: 1 - (1 - 2^-12)(1 + 2^-12) is 0 with a rounded
+ * product. */
 static void no_contraction(void **state)
 {
     volatile float a = 1 - 0x1p-12f, b = 1 + 0x1p-12f, one = 1;
@@ -77,7 +81,8 @@ static void rotation(void **state)
         v[i] = normal();
     for (int i = 0; i < 128; i++)
         for (int j = 0; j < 128; j++)
-            want[i] += (__builtin_popcount((unsigned)(i & j)) % 2 ? -1 : 1) * (double)v[j] / sqrt(128);
+            want[i] += (__builtin_popcount((unsigned)(i & j)) % 2 ? -1 : 1) *
+                       (double)v[j] / sqrt(128);
     hx_canon_rotate(v);
     for (int i = 0; i < 128; i++)
         assert_true(fabs((double)v[i] - want[i]) < 2e-6);
@@ -91,7 +96,8 @@ static void planes(void **state)
 
         hx_canon_planes(a, &i, &j);
         hx_canon_planes(-a, &mi, &mj);
-        assert_true(254 * i + j == a && abs(i) <= 127 && abs(j) <= 127 && mi == -i && mj == -j);
+        assert_true(254 * i + j == a && abs(i) <= 127 && abs(j) <= 127 && mi == -i &&
+                    mj == -j);
     }
 }
 
@@ -104,7 +110,7 @@ static void quantize_edges(void **state)
     assert_int_equal(hx_canon_quantize(x, a, &q), 0);
     assert_true(q == 0 && a[0] == 0);
     x[3] = -2;
-    x[5] = 1.0f / 32385;            /* half a step: to even */
+    x[5] = 1.0f / 32385; /* half a step: to even */
     x[6] = 3.0f / 32385;
     assert_int_equal(hx_canon_quantize(x, a, &q), -32385 + 0 + 2 - (x[5] > 1.0f / 32385));
     assert_true(q == 2.0f / 32385 && a[3] == -32385);
@@ -179,28 +185,32 @@ static void decode_all(void **state)
                 if (!rate_ok(rates[i], cb))
                     continue;
                 for (int rep = 0; rep < 40; rep++) {
-                    /* exactly as long as the tiles, at any alignment: readers past the end show */
-                    const size_t skip = rep % 5, row = bytes + (rep & 1 ? 7 * bytes + 3 : 0);
+                    /* exactly as long as the tiles, at any alignment: readers past the
+                     * end show */
+                    const size_t skip = rep % 5,
+                                 row = bytes + (rep & 1 ? 7 * bytes + 3 : 0);
                     const size_t size = skip + 7 * row + bytes;
                     uint8_t *block = malloc(size);
 
                     for (size_t b = 0; b < size; b++)
                         block[b] = (uint8_t)rnd();
-                    hx_mm_scalar.decode(block + skip, row, rates[i], (hx_codebook)cb, want);
+                    hx_mm_scalar.decode(block + skip, row, rates[i], (hx_codebook)cb,
+                                        want);
                     table(isa)->decode(block + skip, row, rates[i], (hx_codebook)cb, got);
                     free(block);
                     for (int j = 0; j < 2048; j++)
                         if (want[j] != got[j])
-                            fail_msg("%s %s rate %g: weight %d is %d, expected %d", isa_name[isa],
-                                     cb_name[cb], rates[i] / 2.0, j, got[j], want[j]);
+                            fail_msg("%s %s rate %g: weight %d is %d, expected %d",
+                                     isa_name[isa], cb_name[cb], rates[i] / 2.0, j,
+                                     got[j], want[j]);
                 }
             }
     hx_free(want);
     hx_free(got);
 }
 
-/* All states of a codebook through the vector code: K = 16 would be one state per two bytes; K = 8
- * tiles hold every state at even or odd bytes. */
+/* All states of a codebook through the vector code: K = 16 would be one state per two
+ * bytes; K = 8 tiles hold every state at even or odd bytes. */
 static void decode_every_state(void **state)
 {
     int16_t *want = hx_alloc(4096), *got = hx_alloc(4096);
@@ -210,7 +220,8 @@ static void decode_every_state(void **state)
     for (int isa = HX_ISA_AVX2; isa < HX_N_ISA; isa++)
         for (int cb = 0; cb < HX_N_CB && hx_cpu_has((hx_isa)isa); cb++)
             for (int s = 0; s < 65536; s += 1024) {
-                for (int i = 0; i < 2048; i++) {    /* states s, s + 1, … big-endian in the stream */
+                for (int i = 0; i < 2048;
+                     i++) { /* states s, s + 1, … big-endian in the stream */
                     const int v = s + i / 2;
 
                     block[i ^ 3] = (uint8_t)(i % 2 ? v : v >> 8);
@@ -226,7 +237,9 @@ static void decode_every_state(void **state)
 static void fill_row(float *x, int kind)
 {
     for (int i = 0; i < 128; i++)
-        x[i] = kind == 1 ? 0 : kind == 2 ? normal() * 1e-41f : normal() * (float)pow(10, kind % 7);
+        x[i] = kind == 1   ? 0
+               : kind == 2 ? normal() * 1e-41f
+                           : normal() * (float)pow(10, kind % 7);
     if (kind == 3)
         x[17] = NAN;
     if (kind == 4)
@@ -280,7 +293,6 @@ static void rows_all(void **state)
 
 static void widen_all(void **state)
 {
-    static const int bytes[] = { [HX_FMT_F32] = 4, [HX_FMT_F16] = 2, [HX_FMT_BF16] = 2, [HX_FMT_FP8] = 1 };
     uint8_t in[600];
     float want[129], got[129];
 
@@ -295,12 +307,15 @@ static void widen_all(void **state)
                 table(isa)->widen(got, in + 1, (hx_fmt)fmt, 0.3f, n);
                 same_floats(hx_fmt_name((hx_fmt)fmt), got, want, (size_t)n + 1);
             }
-    (void)bytes;
 }
 
 /* ---- matrices -------------------------------------------------------- */
 
-typedef struct { hx_mat m; uint8_t *w, *scale, *suh, *svh, *bias; } matrix;
+typedef struct {
+    hx_mat m;
+    uint8_t *w, *scale, *suh, *svh, *bias;
+    int16_t *ints; /* EXL3: [k_pad, n_pad] integer weights */
+} matrix;
 
 static uint8_t *random_bytes(size_t n)
 {
@@ -344,6 +359,21 @@ static void set_plain(matrix *a)
     a->scale = (uint8_t *)scale;
 }
 
+static int16_t *integer_weights(const hx_mat *m)
+{
+    int16_t *w = malloc((size_t)(m->n_pad * m->k_pad) * sizeof(*w));
+
+    for (int64_t tk = 0; tk < m->k_pad / 16; tk++)
+        for (int64_t tn = 0; tn < m->n_pad / 16; tn++)
+            for (int p = 0; p < 256; p++) {
+                const uint32_t s = hx_exl3_state(hx_exl3_tile_at(m, tk, tn), m->k2, p);
+
+                w[(16 * tk + hx_exl3_row(p)) * m->n_pad + 16 * tn + hx_exl3_col(p)] =
+                    (int16_t)hx_exl3_int(s, m->codebook);
+            }
+    return w;
+}
+
 static matrix matrix_new(hx_fmt fmt, int64_t n, int64_t k, int k2, int cb, bool bias)
 {
     matrix a = { .m = { .fmt = fmt, .n = n, .k = k } };
@@ -364,6 +394,8 @@ static matrix matrix_new(hx_fmt fmt, int64_t n, int64_t k, int k2, int cb, bool 
     a.m.suh = a.suh;
     a.m.svh = a.svh;
     a.m.bias = a.bias;
+    if (fmt == HX_FMT_EXL3)
+        a.ints = integer_weights(&a.m);
     return a;
 }
 
@@ -374,45 +406,44 @@ static void matrix_free(matrix *a)
     free(a->suh);
     free(a->svh);
     free(a->bias);
+    free(a->ints);
 }
 
 /* canon.h read aloud: y = W x for one row. */
-static void canon_exl3(const hx_mat *m, const float *x, float *y)
+static void canon_exl3(const matrix *a, const float *x, float *y)
 {
+    const hx_mat *m = &a->m;
     const int64_t blocks = m->k_pad / 128;
-    float *t = malloc((size_t)(blocks * m->n_pad) * 4), *out = malloc((size_t)m->n_pad * 4);
+    float *t = malloc((size_t)(blocks * m->n_pad) * 4);
+    float *out = malloc((size_t)m->n_pad * 4);
 
     for (int64_t b = 0; b < blocks; b++) {
         float v[128], q;
-        int16_t a[128];
+        int16_t act[128];
+        int hi[128], lo[128];
 
         for (int i = 0; i < 128; i++)
-            v[i] = b * 128 + i < m->k ? x[b * 128 + i] * hx_f16_at(m->suh, b * 128 + i) : 0;
+            v[i] =
+                b * 128 + i < m->k ? x[b * 128 + i] * hx_f16_at(m->suh, b * 128 + i) : 0;
         hx_canon_rotate(v);
-        const int32_t a_sum = hx_canon_quantize(v, a, &q);
-        for (int64_t o = 0; o < m->n_pad; o += 16) {
-            int64_t sum[16] = { 0 }, sum_i[16] = { 0 }, sum_j[16] = { 0 };
+        const int32_t act_sum = hx_canon_quantize(v, act, &q);
+        for (int i = 0; i < 128; i++)
+            hx_canon_planes(act[i], &hi[i], &lo[i]);
+        for (int64_t o = 0; o < m->n_pad; o++) {
+            const int16_t *w = a->ints + b * 128 * m->n_pad + o;
+            int64_t sum = 0, sum_i = 0, sum_j = 0;
 
-            for (int64_t tk = 0; tk < 8; tk++)
-                for (int p = 0; p < 256; p++) {
-                    const uint32_t s = hx_exl3_state(hx_exl3_tile_at(m, 8 * b + tk, o / 16), m->k2, p);
-                    const int64_t w = hx_exl3_int(s, m->codebook);
-                    const int c = hx_exl3_col(p), r = (int)(16 * tk) + hx_exl3_row(p);
-                    int i, j;
-
-                    hx_canon_planes(a[r], &i, &j);
-                    sum[c] += w * a[r];
-                    sum_i[c] += w * i;
-                    sum_j[c] += w * j;
-                }
-            for (int c = 0; c < 16; c++) {
-                assert_true(sum_i[c] == (int32_t)sum_i[c] && sum_j[c] == (int32_t)sum_j[c]);
-                assert_true(m->codebook != HX_CB_MUL1 || sum[c] == (int32_t)sum[c]);
-                t[(o + c) * blocks + b] =
-                    m->codebook == HX_CB_MUL1
-                        ? hx_canon_term_mul1((int32_t)sum[c], a_sum, q)
-                        : hx_canon_term_half((int32_t)sum_i[c], (int32_t)sum_j[c], q);
+            for (int i = 0; i < 128; i++, w += m->n_pad) {
+                sum += *w * act[i];
+                sum_i += *w * hi[i];
+                sum_j += *w * lo[i];
             }
+            assert_true(sum_i == (int32_t)sum_i && sum_j == (int32_t)sum_j);
+            assert_true(m->codebook != HX_CB_MUL1 || sum == (int32_t)sum);
+            t[o * blocks + b] =
+                m->codebook == HX_CB_MUL1
+                    ? hx_canon_term_mul1((int32_t)sum, act_sum, q)
+                    : hx_canon_term_half((int32_t)sum_i, (int32_t)sum_j, q);
         }
     }
     for (int64_t o = 0; o < m->n_pad; o++)
@@ -437,7 +468,8 @@ static float plain_at(const hx_mat *m, int64_t n, int64_t k)
 }
 
 /* Rows first … of a plain matrix. */
-static void canon_plain(const hx_mat *m, int64_t first, int64_t n, const float *x, float *y)
+static void canon_plain(const hx_mat *m, int64_t first, int64_t n, const float *x,
+                        float *y)
 {
     const int64_t blocks = (m->k + 127) / 128;
     float *t = malloc((size_t)blocks * 4);
@@ -457,10 +489,12 @@ static void canon_plain(const hx_mat *m, int64_t first, int64_t n, const float *
     free(t);
 }
 
-static void canon_matmul(const hx_mat *m, const float *x, float *y)
+static void canon_matmul(const matrix *a, const float *x, float *y)
 {
+    const hx_mat *m = &a->m;
+
     if (m->fmt == HX_FMT_EXL3)
-        canon_exl3(m, x, y);
+        canon_exl3(a, x, y);
     else
         canon_plain(m, 0, m->n, x, y);
     for (int64_t o = 0; o < m->n && m->bias != NULL; o++)
@@ -498,7 +532,7 @@ static float *floats(int64_t n)
 
 static hx_buf buf(float *p, int64_t n)
 {
-    return (hx_buf){ p, (size_t)n * 4 };
+    return (hx_buf) { p, (size_t)n * 4 };
 }
 
 /* Rows of x through all instruction sets and 1 or 3 threads, in calls of any size. */
@@ -512,20 +546,23 @@ static void check_matmul(const matrix *a, int64_t rows)
 
     for (int64_t r = 0; r < rows; r++)
         if (r < 20 || r % 37 == 0)
-            canon_matmul(m, x + r * ldx, want + r * ldy);
+            canon_matmul(a, x + r * ldx, want + r * ldy);
     for (int isa = 0; isa < HX_N_ISA; isa++)
         for (int threads = 1; threads <= 3 && hx_cpu_has((hx_isa)isa); threads += 2) {
             hx_dev d = device(isa, threads, &l);
 
             for (int64_t i = 0; i < rows * ldy; i++)
                 got[i] = 77;
-            assert_int_equal(hx_cpu_matmul(&d, &(hx_matmul_args){ buf(got, rows * ldy),
-                                                                  buf(x, rows * ldx), m, rows, ldx,
-                                                                  ldy }, NULL), 0);
+            assert_int_equal(
+                hx_cpu_matmul(&d,
+                              &(hx_matmul_args) { buf(got, rows * ldy),
+                                                  buf(x, rows * ldx), m, rows, ldx, ldy },
+                              NULL),
+                0);
             for (int64_t r = 0; r < rows; r++) {
-                snprintf(what, sizeof(what), "%s %s k2 %d %s [%d, %d] row %d of %d", isa_name[isa],
-                         hx_fmt_name(m->fmt), m->k2, cb_name[m->codebook], (int)m->n, (int)m->k,
-                         (int)r, (int)rows);
+                snprintf(what, sizeof(what), "%s %s k2 %d %s [%d, %d] row %d of %d",
+                         isa_name[isa], hx_fmt_name(m->fmt), m->k2, cb_name[m->codebook],
+                         (int)m->n, (int)m->k, (int)r, (int)rows);
                 if (r < 20 || r % 37 == 0)
                     same_floats(what, got + r * ldy, want + r * ldy, (size_t)m->n);
                 for (int64_t i = m->n; i < ldy; i++)
@@ -540,13 +577,16 @@ static void check_matmul(const matrix *a, int64_t rows)
 
 static void matmul_exl3(void **state)
 {
-    static const int64_t shapes[][2] = { { 128, 128 }, { 130, 300 }, { 16, 1 }, { 256, 896 } };
+    static const int64_t shapes[][2] = {
+        { 128, 128 }, { 130, 300 }, { 16, 1 }, { 256, 896 }
+    };
 
     (void)state;
     for (int cb = 0; cb < HX_N_CB; cb++)
         for (size_t i = 0; i < HX_LEN(rates); i++)
             for (size_t j = 0; j < HX_LEN(shapes) && rate_ok(rates[i], cb); j++) {
-                matrix a = matrix_new(HX_FMT_EXL3, shapes[j][0], shapes[j][1], rates[i], cb, j == 1);
+                matrix a = matrix_new(HX_FMT_EXL3, shapes[j][0], shapes[j][1], rates[i],
+                                      cb, j == 1);
 
                 check_matmul(&a, 1 + (int64_t)((i + j) % 16));
                 matrix_free(&a);
@@ -555,7 +595,8 @@ static void matmul_exl3(void **state)
 
 static void matmul_rows(void **state)
 {
-    static const int64_t rows[] = { 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 64, 65, 600 };
+    static const int64_t rows[] = { 1,  2,  3,  4,  5,  6,  7,  8,  9,  10,
+                                    11, 12, 13, 14, 15, 16, 64, 65, 600 };
 
     (void)state;
     for (size_t i = 0; i < HX_LEN(rows); i++)
@@ -571,21 +612,24 @@ static void matmul_rows(void **state)
 
 static void matmul_plain(void **state)
 {
-    static const int64_t shapes[][2] = { { 1, 1 }, { 17, 130 }, { 130, 300 }, { 128, 256 }, { 24, 1111 } };
+    static const int64_t shapes[][2] = {
+        { 1, 1 }, { 17, 130 }, { 130, 300 }, { 128, 256 }, { 24, 1111 }
+    };
 
     (void)state;
     for (int fmt = HX_FMT_F32; fmt <= HX_FMT_FP8; fmt++)
         for (size_t j = 0; j < HX_LEN(shapes); j++)
             for (int64_t rows = 1; rows < 80; rows = rows * 3 + 1) {
-                matrix a = matrix_new((hx_fmt)fmt, shapes[j][0], shapes[j][1], 0, 0, j == 2);
+                matrix a =
+                    matrix_new((hx_fmt)fmt, shapes[j][0], shapes[j][1], 0, 0, j == 2);
 
                 check_matmul(&a, rows);
                 matrix_free(&a);
             }
 }
 
-static void check_head(const matrix *a, int64_t rows, int64_t heads, int64_t n, int64_t stride,
-                       int64_t first, bool transposed)
+static void check_head(const matrix *a, int64_t rows, int64_t heads, int64_t n,
+                       int64_t stride, int64_t first, bool transposed)
 {
     const hx_mat *m = &a->m;
     const int64_t in = transposed ? n : m->k, out = transposed ? m->k : n;
@@ -614,11 +658,13 @@ static void check_head(const matrix *a, int64_t rows, int64_t heads, int64_t n, 
             hx_dev d = device(isa, threads, &l);
 
             memset(got, 0xFF, (size_t)(rows * heads * out) * 4);
-            assert_int_equal(
-                hx_cpu_head_matmul(&d, &(hx_head_matmul_args){ buf(got, rows * heads * out),
-                                                               buf(x, rows * heads * in), m, rows,
-                                                               heads, n, stride, first, transposed },
-                                   NULL), 0);
+            assert_int_equal(hx_cpu_head_matmul(&d,
+                                                &(hx_head_matmul_args) {
+                                                    buf(got, rows * heads * out),
+                                                    buf(x, rows * heads * in), m, rows,
+                                                    heads, n, stride, first, transposed },
+                                                NULL),
+                             0);
             same_floats("head_matmul", got, want, (size_t)(rows * heads * out));
             device_free(&d);
         }
@@ -643,16 +689,17 @@ static void head_all(void **state)
         }
 }
 
-/* One expert for one row, from the other checked pieces. */
-static void canon_expert(const hx_expert *e, const float *x, float limit, float *y)
+/* One expert for one row, from the other checked pieces. m: gate, up, down. */
+static void canon_expert(const matrix *m, const float *x, float limit, float *y)
 {
-    float *g = floats(e->gate.n), *u = floats(e->gate.n);
+    const int64_t width = m->m.n;
+    float *g = floats(width), *u = floats(width);
 
-    canon_matmul(&e->gate, x, g);
-    canon_matmul(&e->up, x, u);
-    for (int64_t i = 0; i < e->gate.n; i++)
+    canon_matmul(&m[0], x, g);
+    canon_matmul(&m[1], x, u);
+    for (int64_t i = 0; i < width; i++)
         g[i] = hx_canon_act(g[i], u[i], limit);
-    canon_matmul(&e->down, g, y);
+    canon_matmul(&m[2], g, y);
     free(g);
     free(u);
 }
@@ -662,9 +709,14 @@ enum { N_EXPERT = 5 };
 /* Experts of different formats, rates and codebooks in one layer. */
 static void make_experts(int64_t dim, int64_t width, matrix m[N_EXPERT][3], hx_expert *e)
 {
-    static const struct { hx_fmt fmt; int k2[3], cb; } kind[N_EXPERT] = {
-        { HX_FMT_EXL3, { 6, 6, 8 }, HX_CB_MUL1 },  { HX_FMT_EXL3, { 8, 8, 8 }, HX_CB_MCG },
-        { HX_FMT_BF16, { 0 }, 0 },                 { HX_FMT_EXL3, { 5, 4, 12 }, HX_CB_MUL1 },
+    static const struct {
+        hx_fmt fmt;
+        int k2[3], cb;
+    } kind[N_EXPERT] = {
+        { HX_FMT_EXL3, { 6, 6, 8 }, HX_CB_MUL1 },
+        { HX_FMT_EXL3, { 8, 8, 8 }, HX_CB_MCG },
+        { HX_FMT_BF16, { 0 }, 0 },
+        { HX_FMT_EXL3, { 5, 4, 12 }, HX_CB_MUL1 },
         { HX_FMT_FP8, { 0 }, 0 },
     };
 
@@ -672,17 +724,21 @@ static void make_experts(int64_t dim, int64_t width, matrix m[N_EXPERT][3], hx_e
         m[i][0] = matrix_new(kind[i].fmt, width, dim, kind[i].k2[0], kind[i].cb, false);
         m[i][1] = matrix_new(kind[i].fmt, width, dim, kind[i].k2[1], kind[i].cb, i == 3);
         m[i][2] = matrix_new(kind[i].fmt, dim, width, kind[i].k2[2], kind[i].cb, i == 3);
-        if (i == 0)                         /* a scale vector that gate and up share */
+        if (i == 0) /* a scale vector that gate and up share */
             m[i][1].m.suh = m[i][0].m.suh;
-        e[i] = (hx_expert){ m[i][0].m, m[i][1].m, m[i][2].m };
+        e[i] = (hx_expert) { m[i][0].m, m[i][1].m, m[i][2].m };
     }
 }
 
-static void check_moe(int64_t dim, int64_t width, int64_t rows, int64_t active, float limit)
+static void check_moe(int64_t dim, int64_t width, int64_t rows, int64_t active,
+                      float limit)
 {
     matrix m[N_EXPERT][3];
     hx_expert e[N_EXPERT];
-    const hx_dev_limits l = { .max_rows = rows, .max_k = dim, .max_n = width, .max_active = active,
+    const hx_dev_limits l = { .max_rows = rows,
+                              .max_k = dim,
+                              .max_n = width,
+                              .max_active = active,
                               .max_expert = N_EXPERT };
     const int64_t n = rows * active;
     float *x = floats(rows * dim), *want = floats(n * dim), *got = floats(n * dim);
@@ -691,18 +747,24 @@ static void check_moe(int64_t dim, int64_t width, int64_t rows, int64_t active, 
     make_experts(dim, width, m, e);
     for (int64_t i = 0; i < n; i++) {
         id[i] = (int32_t)(rnd() % (N_EXPERT + 1)) - 1;
-        if (rows > 100)                     /* one crowded expert */
+        if (rows > 100) /* one crowded expert */
             id[i] = rnd() % 8 == 0 ? id[i] : 1;
         for (int64_t j = 0; j < dim; j++)
             want[i * dim + j] = 77;
         if (id[i] >= 0)
-            canon_expert(&e[id[i]], x + i / active * dim, limit, want + i * dim);
+            canon_expert(m[id[i]], x + i / active * dim, limit, want + i * dim);
     }
     for (int isa = 0; isa < HX_N_ISA; isa++)
         for (int threads = 1; threads <= 3 && hx_cpu_has((hx_isa)isa); threads += 2) {
             hx_dev d = device(isa, threads, &l);
-            const hx_moe_args a = { buf(got, n * dim), buf(x, rows * dim),
-                                    { id, (size_t)n * 4 }, e, N_EXPERT, rows, active, limit };
+            const hx_moe_args a = { buf(got, n * dim),
+                                    buf(x, rows * dim),
+                                    { id, (size_t)n * 4 },
+                                    e,
+                                    N_EXPERT,
+                                    rows,
+                                    active,
+                                    limit };
 
             for (int64_t i = 0; i < n * dim; i++)
                 got[i] = 77;
@@ -741,8 +803,10 @@ static void little_scratch(void **state)
 
     (void)state;
     for (int r = 0; r < 50; r++)
-        canon_matmul(&a.m, x + r * 384, want + r * 256);
-    const hx_matmul_args args = { buf(got, 50 * 256), buf(x, 50 * 384), &a.m, 50, 384, 256 };
+        canon_matmul(&a, x + r * 384, want + r * 256);
+    const hx_matmul_args args = {
+        buf(got, 50 * 256), buf(x, 50 * 384), &a.m, 50, 384, 256
+    };
     assert_int_equal(hx_cpu_matmul(&d, &args, NULL), 0);
     same_floats("little scratch", got, want, 50 * 256);
     d.scratch_bytes = 10000;
@@ -767,7 +831,7 @@ static double error_of(const matrix *a, int64_t rows)
     for (int64_t r = 0; r < rows; r++) {
         for (int64_t i = 0; i < m->k; i++)
             x[i] = normal();
-        canon_matmul(m, x, y);
+        canon_matmul(a, x, y);
         for (int64_t o = 0; o < m->n; o++) {
             double want = 0;
 
@@ -783,8 +847,8 @@ static double error_of(const matrix *a, int64_t rows)
     return sqrt(err / all);
 }
 
-/* MUL1: the codebook rounds k_inv S + C to fp16 (rms 2.1e-4), canonical weights do not; the
- * activations have 15 bits, which alone is the error of the other codebooks. */
+/* MUL1: the codebook rounds k_inv S + C to fp16 (rms 2.1e-4), canonical weights do not;
+ * the activations have 15 bits, which alone is the error of the other codebooks. */
 static void error_bounds(void **state)
 {
     static const double bound[HX_N_CB] = { 5e-5, 5e-5, 3e-4 };
@@ -811,14 +875,14 @@ static void error_bounds(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(no_contraction),   cmocka_unit_test(rotation),
-        cmocka_unit_test(planes),           cmocka_unit_test(quantize_edges),
-        cmocka_unit_test(tree),             cmocka_unit_test(exponential),
-        cmocka_unit_test(decode_all),       cmocka_unit_test(decode_every_state),
-        cmocka_unit_test(rows_all),         cmocka_unit_test(widen_all),
-        cmocka_unit_test(matmul_exl3),      cmocka_unit_test(matmul_rows),
-        cmocka_unit_test(matmul_plain),     cmocka_unit_test(head_all),
-        cmocka_unit_test(moe_all),          cmocka_unit_test(little_scratch),
+        cmocka_unit_test(no_contraction), cmocka_unit_test(rotation),
+        cmocka_unit_test(planes),         cmocka_unit_test(quantize_edges),
+        cmocka_unit_test(tree),           cmocka_unit_test(exponential),
+        cmocka_unit_test(decode_all),     cmocka_unit_test(decode_every_state),
+        cmocka_unit_test(rows_all),       cmocka_unit_test(widen_all),
+        cmocka_unit_test(matmul_exl3),    cmocka_unit_test(matmul_rows),
+        cmocka_unit_test(matmul_plain),   cmocka_unit_test(head_all),
+        cmocka_unit_test(moe_all),        cmocka_unit_test(little_scratch),
         cmocka_unit_test(error_bounds),
     };
 

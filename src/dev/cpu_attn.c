@@ -1,9 +1,9 @@
 /* cpu_attn.c - the CPU operations that read and write sequence memory: short convolution,
  * gated delta rule, latents and pooled index keys, index scores, latent attention.
  *
- * Called through hx_cpu_ops once ops.c has checked the arguments. Allocates nothing. A row's
- * sums follow its own position only; how rows, heads or positions are shared out to threads
- * never changes a bit. */
+ * Called through hx_cpu_ops once ops.c has checked the arguments. Allocates nothing. A
+ * row's sums follow its own position only; how rows, heads or positions are shared out to
+ * threads never changes a bit. */
 #include <math.h>
 
 #include "dev/cpu_kern.h"
@@ -12,17 +12,18 @@ enum { WORK_FLOATS = HX_KERN_WORKER_BYTES / sizeof(float) };
 
 /* ---- short convolution ----------------------------------------------- */
 
-enum { CONV_COLS = 128, MAX_TAPS = 8 };
+enum { CONV_COLS = 256, MAX_TAPS = 8 };
 
-/* Per worker: the taps of a block of channels, and what lies before a span's first row. */
+/* Per worker: the taps of a block of channels, and what lies before a span's first row.
+ */
 typedef struct {
     float w[MAX_TAPS][CONV_COLS];
     float past[MAX_TAPS - 1 + HX_PEND_MAX][CONV_COLS];
 } conv_work;
 
 /* One span, n channels from c0 on. */
-static void conv_span(const hx_kern *v, const hx_conv_short_args *a, const hx_span *s, int64_t c0,
-                      int64_t n, conv_work *k)
+static void conv_span(const hx_kern *v, const hx_conv_short_args *a, const hx_span *s,
+                      int64_t c0, int64_t n, conv_work *k)
 {
     const int64_t ch = a->channels, back = a->taps - 1, n_past = back + s->commit;
     const size_t bytes = (size_t)n * sizeof(float);
@@ -63,11 +64,8 @@ static void conv_part(void *ud, int64_t begin, int64_t end, int worker)
 
     for (int64_t b = begin; b < end; b++) {
         const int64_t c0 = b * CONV_COLS, n = HX_MIN(CONV_COLS, a->channels - c0);
-        const float *w = (const float *)a->w.p + c0 * a->taps;
 
-        for (int64_t i = 0; i < n; i++)
-            for (int64_t j = 0; j < a->taps; j++)
-                k->w[j][i] = w[i * a->taps + j];
+        c->v->taps(k->w[0], CONV_COLS, (const float *)a->w.p + c0 * a->taps, a->taps, n);
         for (int32_t i = 0; i < a->rows.n_span; i++)
             conv_span(c->v, a, &a->rows.span[i], c0, n, k);
     }
@@ -95,12 +93,13 @@ static void kda_gate_part(void *ud, int64_t begin, int64_t end, int worker)
         for (int64_t r = begin; r < end; r++) {
             const int64_t at = (r * a->heads + h) * a->width;
 
-            c->v->gate((float *)a->g.p + at, (const float *)a->f.p + at, dt + h * a->width, rate,
-                       a->bound, a->width);
+            c->v->gate((float *)a->g.p + at, (const float *)a->f.p + at,
+                       dt + h * a->width, rate, a->bound, a->width);
         }
     }
-    c->v->gate((float *)a->beta.p + begin * a->heads, (const float *)a->b.p + begin * a->heads, NULL,
-               1, 1, (end - begin) * a->heads);
+    c->v->gate((float *)a->beta.p + begin * a->heads,
+               (const float *)a->b.p + begin * a->heads, NULL, 1, 1,
+               (end - begin) * a->heads);
 }
 
 int hx_cpu_kda_gate(hx_dev *d, const hx_kda_gate_args *a, hx_err *err)
@@ -120,8 +119,8 @@ static void kda_out_part(void *ud, int64_t begin, int64_t end, int worker)
         const float *o = (const float *)a->o.p + at;
         const double ms = c->v->dot(o, o, a->width) / (double)a->width;
 
-        c->v->gated((float *)a->y.p + at, o, (float)(1 / sqrt(ms + (double)a->eps)), a->w.p,
-                    (const float *)a->z.p + at, a->width);
+        c->v->gated((float *)a->y.p + at, o, (float)(1 / sqrt(ms + (double)a->eps)),
+                    a->w.p, (const float *)a->z.p + at, a->width);
     }
 }
 
@@ -132,23 +131,24 @@ int hx_cpu_kda_out(hx_dev *d, const hx_kda_out_args *a, hx_err *err)
 }
 
 /* The state of one head is walked in blocks of HX_KERN_COLS columns, which stay in the
- * first cache; a row's update and its successor's reads share one pass (hx_kern.kda_pass).
- * So the plain recurrence costs 4 fused operations per state element and row, no more than
- * the chunked form with blocks of 64 (69 thousand per row of a 128 x 128 head against 66
- * thousand), in registers, without its range problems: decode and prefill run the same text. */
+ * first cache; a row's update and its successor's reads share one pass
+ * (hx_kern.kda_pass). So the plain recurrence costs 4 fused operations per state element
+ * and row, no more than the chunked form with blocks of 64 (69 thousand per row of a 128
+ * x 128 head against 66 thousand), in registers, without its range problems: decode and
+ * prefill run the same text. */
 enum {
-    KDA_BATCH = 32,     /* rows prepared together; a decode call has at most 2 HX_PEND_MAX */
-    KDA_ROW = 5         /* arrays of width floats that a prepared row needs */
+    KDA_BATCH = 32, /* rows prepared together; a decode call has at most 2 HX_PEND_MAX */
+    KDA_ROW = 5     /* arrays of width floats that a prepared row needs */
 };
 
 typedef struct {
-    const hx_cpu_call        *c;
-    const hx_kda_step_args   *a;
-    float       *state;      /* [width, width] of this slot and head */
-    float       *cols;       /* [width, HX_KERN_COLS] */
-    float       *room;       /* [batch, KDA_ROW, width] */
-    hx_kern_kda  row[KDA_BATCH];
-    int64_t      n_row;
+    const hx_cpu_call *c;
+    const hx_kda_step_args *a;
+    float *state; /* [width, width] of this slot and head */
+    float *cols;  /* [width, HX_KERN_COLS] */
+    float *room;  /* [batch, KDA_ROW, width] */
+    hx_kern_kda row[KDA_BATCH];
+    int64_t n_row;
 } kda_head;
 
 static float *kda_room(const kda_head *k, int64_t row, int which)
@@ -166,7 +166,8 @@ static void kda_add_pending(kda_head *k, const float *rec)
     memcpy(kr, rec, (size_t)n * sizeof(float));
     memcpy(vr, rec + n, (size_t)n * sizeof(float));
     k->c->v->kda_terms(decay, dk, NULL, rec + 2 * n, kr, NULL, n);
-    k->row[i] = (hx_kern_kda){ .k = kr, .v = vr, .decay = decay, .dk = dk, .beta = rec[3 * n] };
+    k->row[i] =
+        (hx_kern_kda) { .k = kr, .v = vr, .decay = decay, .dk = dk, .beta = rec[3 * n] };
 }
 
 /* Adds row r of the call. */
@@ -174,23 +175,32 @@ static void kda_add_row(kda_head *k, int64_t r, int64_t h)
 {
     const hx_kda_step_args *a = k->a;
     const hx_kern *v = k->c->v;
-    const int64_t n = a->width, in = r * a->ld + h * n, at = (r * a->heads + h) * n, i = k->n_row++;
+    const int64_t n = a->width, in = r * a->ld + h * n, at = (r * a->heads + h) * n,
+                  i = k->n_row++;
     const float *q = (const float *)a->q.p + in, *kr = (const float *)a->k.p + in;
     float *kn = kda_room(k, i, 0), *decay = kda_room(k, i, 2), *dk = kda_room(k, i, 3);
     float *dq = kda_room(k, i, 4);
 
     v->norm(kn, kr, 0, (float)(1 / sqrt(v->dot(kr, kr, n) + 1e-6)), NULL, NULL, n);
-    v->norm(dq, q, 0, (float)(1 / sqrt((v->dot(q, q, n) + 1e-6) * (double)n)), NULL, NULL, n);
+    v->norm(dq, q, 0, (float)(1 / sqrt((v->dot(q, q, n) + 1e-6) * (double)n)), NULL, NULL,
+            n);
     const float kq = (float)v->dot(kn, dq, n);
     v->kda_terms(decay, dk, dq, (const float *)a->g.p + at, kn, dq, n);
-    k->row[i] = (hx_kern_kda){
-        .k = kn, .v = (const float *)a->v.p + in, .decay = decay, .dk = dk, .dq = dq,
-        .beta = ((const float *)a->beta.p)[r * a->heads + h], .kq = kq, .o = (float *)a->o.p + at,
+    k->row[i] = (hx_kern_kda) {
+        .k = kn,
+        .v = (const float *)a->v.p + in,
+        .decay = decay,
+        .dk = dk,
+        .dq = dq,
+        .beta = ((const float *)a->beta.p)[r * a->heads + h],
+        .kq = kq,
+        .o = (float *)a->o.p + at,
     };
 }
 
 /* Copies n columns between rows ld_to and ld_from floats apart. */
-static void copy_cols(float *to, int64_t ld_to, const float *from, int64_t ld_from, int64_t rows, int64_t n)
+static void copy_cols(float *to, int64_t ld_to, const float *from, int64_t ld_from,
+                      int64_t rows, int64_t n)
 {
     for (int64_t d = 0; d < rows; d++)
         memcpy(to + d * ld_to, from + d * ld_from, (size_t)n * sizeof(float));
@@ -207,7 +217,7 @@ static void kda_run(kda_head *k, int64_t keep)
         const float *src = k->state + j0;
         int64_t lds = n;
 
-        if (!whole) {       /* the rest of a width that no block divides: all in cols */
+        if (!whole) { /* the rest of a width that no block divides: all in cols */
             memset(k->cols, 0, (size_t)(n * HX_KERN_COLS) * sizeof(float));
             copy_cols(k->cols, HX_KERN_COLS, src, n, n, n - j0);
             src = k->cols;
@@ -219,7 +229,8 @@ static void kda_run(kda_head *k, int64_t keep)
             float *dst = home ? k->state + j0 : k->cols;
             const int64_t ldd = home ? n : HX_KERN_COLS;
 
-            k->c->v->kda_pass(src, lds, dst, ldd, n, j0, &k->row[i], i < last ? &k->row[i + 1] : NULL, w);
+            k->c->v->kda_pass(src, lds, dst, ldd, n, j0, &k->row[i],
+                              i < last ? &k->row[i + 1] : NULL, w);
             if (!whole && i == keep - 1)
                 copy_cols(k->state + j0, n, dst, ldd, n, n - j0);
             src = dst;
@@ -229,7 +240,7 @@ static void kda_run(kda_head *k, int64_t keep)
     k->n_row = 0;
 }
 
-/* Keeps the first n rows of the batch as the slot's pending rows. */
+/* Keeps the span's rows, which begin at row first of the batch, as pending rows. */
 static void kda_hold(const kda_head *k, const hx_span *s, int64_t h, int64_t first)
 {
     const hx_kda_step_args *a = k->a;
@@ -243,7 +254,8 @@ static void kda_hold(const kda_head *k, const hx_span *s, int64_t h, int64_t fir
 
         memcpy(rec, row->k, bytes);
         memcpy(rec + n, row->v, bytes);
-        memcpy(rec + 2 * n, (const float *)a->g.p + ((s->row0 + t) * a->heads + h) * n, bytes);
+        memcpy(rec + 2 * n, (const float *)a->g.p + ((s->row0 + t) * a->heads + h) * n,
+               bytes);
         rec[3 * n] = row->beta;
     }
 }
@@ -259,7 +271,8 @@ static void kda_begin(kda_head *k, const hx_span *s, int64_t h)
     if (s->pos0 == 0)
         memset(k->state, 0, (size_t)(n * n) * sizeof(float));
     for (int64_t i = 0; i < s->commit; i++)
-        kda_add_pending(k, pend + (((int64_t)s->slot * HX_PEND_MAX + i) * a->heads + h) * (3 * n + 1));
+        kda_add_pending(k, pend + (((int64_t)s->slot * HX_PEND_MAX + i) * a->heads + h) *
+                                      (3 * n + 1));
 }
 
 static kda_head kda_open(const hx_cpu_call *c, int worker)
@@ -267,7 +280,9 @@ static kda_head kda_open(const hx_cpu_call *c, int worker)
     const hx_kda_step_args *a = c->args;
     float *work = hx_cpu_work(c->dev, worker);
 
-    return (kda_head){ .c = c, .a = a, .cols = work, .room = work + a->width * HX_KERN_COLS };
+    return (kda_head) {
+        .c = c, .a = a, .cols = work, .room = work + a->width * HX_KERN_COLS
+    };
 }
 
 static void kda_step_part(void *ud, int64_t begin, int64_t end, int worker)
@@ -291,7 +306,8 @@ static void kda_chunk_part(void *ud, int64_t begin, int64_t end, int worker)
 {
     const hx_cpu_call *c = ud;
     kda_head k = kda_open(c, worker);
-    const int64_t fit = (WORK_FLOATS - k.a->width * HX_KERN_COLS) / (KDA_ROW * k.a->width);
+    const int64_t fit =
+        (WORK_FLOATS - k.a->width * HX_KERN_COLS) / (KDA_ROW * k.a->width);
     const int64_t batch = HX_MIN(KDA_BATCH, fit);
 
     for (int64_t i = begin; i < end; i++) {
@@ -310,10 +326,12 @@ static void kda_chunk_part(void *ud, int64_t begin, int64_t end, int worker)
 
 static int kda(hx_dev *d, hx_pool_fn *part, const hx_kda_step_args *a, hx_err *err)
 {
-    const int64_t spans = HX_MAX(a->rows.n_span, 1), need = HX_KERN_COLS + 2 * HX_PEND_MAX * KDA_ROW;
+    const int64_t spans = HX_MAX(a->rows.n_span, 1),
+                  need = HX_KERN_COLS + 2 * HX_PEND_MAX * KDA_ROW;
 
     if (a->width > WORK_FLOATS / need)
-        return hx_fail(err, HX_EUNSUP, "kda: heads of width %lld, the cpu backend takes up to %lld",
+        return hx_fail(err, HX_EUNSUP,
+                       "kda: heads of width %lld, the cpu backend takes up to %lld",
                        (long long)a->width, (long long)(WORK_FLOATS / need));
     return hx_cpu_run(d, part, a, a->rows.n_span * a->heads,
                       (3 + 4 * a->rows.n_row / spans) * a->width * a->width);
@@ -340,14 +358,15 @@ static void *page_row(const hx_pages *g, int32_t slot, int64_t i, int64_t per)
     return (char *)g->data.p + (size_t)((page * per + i % per) * g->width) * item;
 }
 
-static void page_read(const hx_kern *v, const hx_pages *g, int32_t slot, int64_t i, int64_t per, float *out)
+static void page_read(const hx_kern *v, const hx_pages *g, int32_t slot, int64_t i,
+                      int64_t per, float *out)
 {
-    v->widen(out, page_row(g, slot, i, per), g->fmt == HX_CACHE_F32 ? HX_FMT_F32 : HX_FMT_BF16, 1,
-             g->width);
+    v->widen(out, page_row(g, slot, i, per),
+             g->fmt == HX_CACHE_F32 ? HX_FMT_F32 : HX_FMT_BF16, 1, g->width);
 }
 
-static void page_write(const hx_kern *v, const hx_pages *g, int32_t slot, int64_t i, int64_t per,
-                       const float *in)
+static void page_write(const hx_kern *v, const hx_pages *g, int32_t slot, int64_t i,
+                       int64_t per, const float *in)
 {
     void *row = page_row(g, slot, i, per);
 
@@ -357,8 +376,8 @@ static void page_write(const hx_kern *v, const hx_pages *g, int32_t slot, int64_
         v->narrow(row, in, g->width);
 }
 
-/* Floats between widened rows: whole vectors, and not a power of two, which would send the
- * same columns of all rows to the same sets of the first cache. */
+/* Floats between widened rows: whole vectors, and not a power of two, which would send
+ * the same columns of all rows to the same sets of the first cache. */
 static int64_t wide_ld(int64_t width)
 {
     return (width + 15) / 16 * 16 + 16;
@@ -377,8 +396,8 @@ int hx_cpu_latent_append(hx_dev *d, const hx_latent_append_args *a, hx_err *err)
 }
 
 /* The pooled key of the pool whose last position is pos, from the ring. */
-static void pool_key(const hx_kern *v, const hx_index_append_args *a, int32_t slot, int64_t pos,
-                     float *out)
+static void pool_key(const hx_kern *v, const hx_index_append_args *a, int32_t slot,
+                     int64_t pos, float *out)
 {
     const int64_t n = a->pool_n, width = a->pool.width;
     const float *ring = (const float *)a->ring.p + (int64_t)slot * HX_RING * 2 * width;
@@ -402,7 +421,8 @@ static void index_append_part(void *ud, int64_t begin, int64_t end, int worker)
     for (const hx_span *s = a->rows.span + begin; s < a->rows.span + end; s++)
         for (int64_t t = 0; t < s->n_row; t++) {
             const int64_t pos = s->pos0 + t, from = (s->row0 + t) * width;
-            float *ring = (float *)a->ring.p + (s->slot * (int64_t)HX_RING + pos % HX_RING) * 2 * width;
+            float *ring = (float *)a->ring.p +
+                          (s->slot * (int64_t)HX_RING + pos % HX_RING) * 2 * width;
 
             memcpy(ring, (const float *)a->key.p + from, bytes);
             memcpy(ring + width, (const float *)a->gate.p + from, bytes);
@@ -414,56 +434,38 @@ static void index_append_part(void *ud, int64_t begin, int64_t end, int worker)
 int hx_cpu_index_append(hx_dev *d, const hx_index_append_args *a, hx_err *err)
 {
     if (a->pool.width > WORK_FLOATS)
-        return hx_fail(err, HX_EUNSUP, "index_append: keys of %lld are too wide for the cpu backend",
+        return hx_fail(err, HX_EUNSUP,
+                       "index_append: keys of %lld are too wide for the cpu backend",
                        (long long)a->pool.width);
     return hx_cpu_run(d, index_append_part, a, a->rows.n_span,
-                      8 * (a->rows.n_row / HX_MAX(a->rows.n_span, 1) + 1) * a->pool.width);
-}
-
-/* ---- blocks of rows -------------------------------------------------- */
-
-/* Rows t0 .. t0 + n - 1 of a span that are treated together. */
-typedef struct { const hx_span *span; int64_t t0, n; } row_block;
-
-static int64_t count_blocks(const hx_rows *rows, int64_t per)
-{
-    int64_t n = 0;
-
-    for (int32_t i = 0; i < rows->n_span; i++)
-        n += (rows->span[i].n_row + per - 1) / per;
-    return n;
-}
-
-static row_block find_block(const hx_rows *rows, int64_t per, int64_t i)
-{
-    const hx_span *s = rows->span;
-
-    for (int64_t n; i >= (n = (s->n_row + per - 1) / per); s++)
-        i -= n;
-    return (row_block){ .span = s, .t0 = i * per, .n = HX_MIN(per, s->n_row - i * per) };
+                      8 * (a->rows.n_row / HX_MAX(a->rows.n_span, 1) + 1) *
+                          a->pool.width);
 }
 
 /* ---- index scores ---------------------------------------------------- */
 
 enum {
-    KEYS = 64,          /* pooled keys, or latents, that are widened together */
-    QUERIES = 64,       /* (row, head) pairs that share them, or the heads of one row */
-    SCORE_POOLS = 256   /* pools of an item */
+    KEYS = 64,        /* pooled keys, or latents, that are widened together */
+    QUERIES = 64,     /* (row, head) pairs that share them, or the heads of one row */
+    SCORE_POOLS = 256 /* pools of an item */
 };
 
 typedef struct {
     hx_cpu_call c;
     const hx_index_score_args *a;
-    int64_t per, n_chunk;       /* rows of a block; items of a block */
+    int64_t per, n_chunk; /* rows of a block; items of a block */
 } score_call;
 
 /* Pools p0 .. p1 - 1 for the rows of a block, as far as each sees them. */
-static void score_block(const score_call *sc, const row_block *b, int64_t p0, int64_t p1, float *work)
+static void score_block(const score_call *sc, const hx_cpu_rows *b, int64_t p0,
+                        int64_t p1, float *work)
 {
     const hx_index_score_args *a = sc->a;
     const hx_kern *v = sc->c.v;
-    const int64_t h = a->heads, width = a->pool.width, ld = wide_ld(width), row = b->span->row0 + b->t0;
-    const float *q = (const float *)a->q.p + row * h * width, *w = (const float *)a->w.p + row * h;
+    const int64_t h = a->heads, width = a->pool.width, ld = wide_ld(width),
+                  row = b->span->row0 + b->t0;
+    const float *q = (const float *)a->q.p + row * h * width,
+                *w = (const float *)a->w.p + row * h;
     float *score = (float *)a->score.p + row * a->ld_score, *dots = work + KEYS * ld;
     const int64_t pos = b->span->pos0 + b->t0;
 
@@ -472,13 +474,14 @@ static void score_block(const score_call *sc, const row_block *b, int64_t p0, in
         const int64_t n = HX_MIN(KEYS, p1 - p0);
 
         for (int64_t i = 0; i < n; i++)
-            page_read(v, &a->pool, b->span->slot, p0 + i, HX_PAGE / a->pool_n, work + i * ld);
+            page_read(v, &a->pool, b->span->slot, p0 + i, HX_PAGE / a->pool_n,
+                      work + i * ld);
         v->dots(dots, KEYS, q, width, b->n * h, work, ld, n, width);
         for (int64_t t = 0; t < b->n; t++) {
             const int64_t seen = HX_MIN((pos + t + 1) / a->pool_n - p0, n);
 
-            v->relu_mix(score + t * a->ld_score + p0, dots + t * h * KEYS, KEYS, w + t * h, h, a->scale,
-                        a->w_scale, seen);
+            v->relu_mix(score + t * a->ld_score + p0, dots + t * h * KEYS, KEYS,
+                        w + t * h, h, a->scale, a->w_scale, seen);
         }
     }
 }
@@ -488,7 +491,7 @@ static void score_part(void *ud, int64_t begin, int64_t end, int worker)
     const score_call *sc = ud;
 
     for (int64_t i = begin; i < end; i++) {
-        const row_block b = find_block(&sc->a->rows, sc->per, i / sc->n_chunk);
+        const hx_cpu_rows b = hx_cpu_find_block(&sc->a->rows, sc->per, i / sc->n_chunk);
         const int64_t p0 = i % sc->n_chunk * SCORE_POOLS;
 
         score_block(sc, &b, p0, p0 + SCORE_POOLS, hx_cpu_work(sc->c.dev, worker));
@@ -497,17 +500,21 @@ static void score_part(void *ud, int64_t begin, int64_t end, int worker)
 
 int hx_cpu_index_score(hx_dev *d, const hx_index_score_args *a, hx_err *err)
 {
-    score_call sc = { .c = { .dev = d, .v = hx_cpu_kern(d) }, .a = a,
+    score_call sc = { .c = { .dev = d, .v = hx_cpu_kern(d) },
+                      .a = a,
                       .per = HX_MAX(QUERIES / a->heads, 1) };
     int64_t most = 0;
 
     if (KEYS * (wide_ld(a->pool.width) + sc.per * a->heads) > WORK_FLOATS)
-        return hx_fail(err, HX_EUNSUP, "index_score: %lld heads of %lld are too many for the cpu backend",
+        return hx_fail(err, HX_EUNSUP,
+                       "index_score: %lld heads of %lld are too many for the cpu backend",
                        (long long)a->heads, (long long)a->pool.width);
     for (int32_t i = 0; i < a->rows.n_span; i++)
-        most = HX_MAX(most, ((int64_t)a->rows.span[i].pos0 + a->rows.span[i].n_row) / a->pool_n);
+        most = HX_MAX(most, ((int64_t)a->rows.span[i].pos0 + a->rows.span[i].n_row) /
+                                a->pool_n);
     sc.n_chunk = (most + SCORE_POOLS - 1) / SCORE_POOLS;
-    hx_pool_run(d->pool, count_blocks(&a->rows, sc.per) * sc.n_chunk, 1, score_part, &sc);
+    hx_pool_run(d->pool, hx_cpu_count_blocks(&a->rows, sc.per) * sc.n_chunk, 1,
+                score_part, &sc);
     return 0;
 }
 
@@ -516,23 +523,27 @@ int hx_cpu_index_score(hx_dev *d, const hx_index_score_args *a, hx_err *err)
 typedef struct {
     hx_cpu_call c;
     const hx_mla_attend_args *a;
-    int64_t per, heads, n_group;    /* rows of a block, heads of an item, items of a block */
-    int64_t keys;                   /* latents of a block of positions */
+    int64_t per, heads, n_group; /* rows of a block, heads of an item, items of a block */
+    int64_t keys;                /* latents of a block of positions */
 } attend_call;
 
-/* One item at work: rows times heads queries, row after row, against blocks of latents. */
+/* One item at work: rows times heads queries, row by row, against blocks of latents. */
 typedef struct {
-    int64_t      rows, heads;
-    const float *q;                 /* [rows, heads, width] */
-    float       *z, *c;             /* likewise; latents [keys, wide_ld(width)] */
-    int64_t      seen[QUERIES];     /* positions of the block that each row attends */
-    float        top[QUERIES], keep[QUERIES];
-    double       mass[QUERIES];
-    float        p[QUERIES * KEYS];
+    int64_t rows, heads;
+    const float *q;        /* [rows, heads, width] */
+    float *z, *c;          /* likewise; latents [keys, wide_ld(width)] */
+    int64_t seen[QUERIES]; /* positions of the block that each row attends */
+    float top[QUERIES], keep[QUERIES];
+    double mass[QUERIES];
+    float p[QUERIES * KEYS];
 } attend_work;
 
-/* The positions that a row attends, in ascending order: pool_n of each pick, then the tail. */
-typedef struct { const int32_t *pick; int64_t n_picked, pool_n, tail0, n; } position_list;
+/* The positions that a row attends, in ascending order: pool_n of each pick, then the
+ * tail. */
+typedef struct {
+    const int32_t *pick;
+    int64_t n_picked, pool_n, tail0, n;
+} position_list;
 
 static position_list positions(const hx_mla_attend_args *a, int64_t row, int64_t pos)
 {
@@ -558,7 +569,8 @@ static int64_t position_at(const position_list *l, int64_t i)
 }
 
 /* Softmax of one query over n scores of a block, relative to the largest score so far. */
-static void soften_query(const hx_kern *v, attend_work *k, int64_t i, int64_t n, float scale)
+static void soften_query(const hx_kern *v, attend_work *k, int64_t i, int64_t n,
+                         float scale)
 {
     const float before = k->top[i];
     const float sum = v->soften(k->p + i * KEYS, scale, &k->top[i], n);
@@ -567,7 +579,7 @@ static void soften_query(const hx_kern *v, attend_work *k, int64_t i, int64_t n,
     k->mass[i] = k->mass[i] * (double)k->keep[i] + (double)sum;
 }
 
-/* One block of n positions: neighbouring rows that see as many of them go through together. */
+/* One block of n positions: neighbours that see as many of them go through together. */
 static void attend_block(const attend_call *ac, attend_work *k, int64_t n, bool first)
 {
     const hx_kern *v = ac->c.v;
@@ -583,16 +595,18 @@ static void attend_block(const attend_call *ac, attend_work *k, int64_t n, bool 
             continue;
         for (int64_t i = t * h; i < end * h; i++)
             soften_query(v, k, i, seen, ac->a->scale);
-        v->blend(k->z + t * h * width, width, first ? NULL : k->keep + t * h, k->p + t * h * KEYS, KEYS,
-                 (end - t) * h, k->c, ld, seen, width);
+        v->blend(k->z + t * h * width, width, first ? NULL : k->keep + t * h,
+                 k->p + t * h * KEYS, KEYS, (end - t) * h, k->c, ld, seen, width);
     }
 }
 
 /* Rows of a block and heads from h0 on: all heads when there are several rows. */
-static void attend_item(const attend_call *ac, const row_block *b, int64_t h0, attend_work *k)
+static void attend_item(const attend_call *ac, const hx_cpu_rows *b, int64_t h0,
+                        attend_work *k)
 {
     const hx_mla_attend_args *a = ac->a;
-    const int64_t width = a->cache.width, ld = wide_ld(width), row = b->span->row0 + b->t0;
+    const int64_t width = a->cache.width, ld = wide_ld(width),
+                  row = b->span->row0 + b->t0;
     const int64_t from = (row * a->heads + h0) * width, pos = b->span->pos0 + b->t0;
     const position_list l = positions(a, row + b->n - 1, pos + b->n - 1);
 
@@ -609,13 +623,15 @@ static void attend_item(const attend_call *ac, const row_block *b, int64_t h0, a
         const int64_t n = HX_MIN(ac->keys, l.n - i0);
 
         for (int64_t i = 0; i < n; i++)
-            page_read(ac->c.v, &a->cache, b->span->slot, position_at(&l, i0 + i), HX_PAGE, k->c + i * ld);
+            page_read(ac->c.v, &a->cache, b->span->slot, position_at(&l, i0 + i), HX_PAGE,
+                      k->c + i * ld);
         for (int64_t t = 0; t < k->rows; t++)
             k->seen[t] = HX_MIN(n, l.n - (k->rows - 1 - t) - i0);
         attend_block(ac, k, n, i0 == 0);
     }
     for (int64_t i = 0; i < k->rows * k->heads; i++)
-        ac->c.v->norm(k->z + i * width, k->z + i * width, 0, (float)(1 / k->mass[i]), NULL, NULL, width);
+        ac->c.v->norm(k->z + i * width, k->z + i * width, 0, (float)(1 / k->mass[i]),
+                      NULL, NULL, width);
 }
 
 static void attend_part(void *ud, int64_t begin, int64_t end, int worker)
@@ -623,7 +639,7 @@ static void attend_part(void *ud, int64_t begin, int64_t end, int worker)
     const attend_call *ac = ud;
 
     for (int64_t i = begin; i < end; i++) {
-        const row_block b = find_block(&ac->a->rows, ac->per, i / ac->n_group);
+        const hx_cpu_rows b = hx_cpu_find_block(&ac->a->rows, ac->per, i / ac->n_group);
 
         attend_item(ac, &b, i % ac->n_group * ac->heads, hx_cpu_work(ac->c.dev, worker));
     }
@@ -632,21 +648,26 @@ static void attend_part(void *ud, int64_t begin, int64_t end, int worker)
 int hx_cpu_mla_attend(hx_dev *d, const hx_mla_attend_args *a, hx_err *err)
 {
     const int64_t room = WORK_FLOATS - (int64_t)(sizeof(attend_work) / sizeof(float)) - 1;
-    attend_call ac = { .c = { .dev = d, .v = hx_cpu_kern(d) }, .a = a, .heads = HX_MIN(a->heads, QUERIES),
+    attend_call ac = { .c = { .dev = d, .v = hx_cpu_kern(d) },
+                       .a = a,
+                       .heads = HX_MIN(a->heads, QUERIES),
                        .keys = HX_MIN(KEYS, room / wide_ld(a->cache.width)) };
 
     if (ac.keys < 1)
-        return hx_fail(err, HX_EUNSUP, "mla_attend: latents of %lld are too wide for the cpu backend",
+        return hx_fail(err, HX_EUNSUP,
+                       "mla_attend: latents of %lld are too wide for the cpu backend",
                        (long long)a->cache.width);
     ac.per = a->pick.p != NULL ? 1 : HX_MAX(QUERIES / a->heads, 1);
-    const int64_t blocks = count_blocks(&a->rows, ac.per);
+    const int64_t blocks = hx_cpu_count_blocks(&a->rows, ac.per);
 
-    /* With few rows the heads are shared out, in groups that still reuse a widened latent. */
+    /* With few rows the heads are shared out, in groups that still reuse a widened
+     * latent. */
     while (ac.heads > 8 && blocks * (a->heads / ac.heads) < 2 * hx_pool_size(d->pool))
         ac.heads /= 2;
     ac.n_group = (a->heads + ac.heads - 1) / ac.heads;
     if (ac.n_group > 1)
         ac.per = 1;
-    hx_pool_run(d->pool, count_blocks(&a->rows, ac.per) * ac.n_group, 1, attend_part, &ac);
+    hx_pool_run(d->pool, hx_cpu_count_blocks(&a->rows, ac.per) * ac.n_group, 1,
+                attend_part, &ac);
     return 0;
 }

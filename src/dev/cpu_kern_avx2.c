@@ -11,9 +11,9 @@
 #define KERNEL static __attribute__((TARGET))
 #define INLINE static inline __attribute__((TARGET, always_inline))
 
-typedef float   vf __attribute__((vector_size(4 * W)));
+typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
-typedef float   v4 __attribute__((vector_size(16)));
+typedef float v4 __attribute__((vector_size(16)));
 
 #define mad(a, b, c)  ((vf)_mm256_fmadd_ps(a, b, c))
 #define larger(a, b)  ((vf)_mm256_max_ps(a, b))

@@ -15,7 +15,7 @@
 #define FULL HX_KERN_LANES
 
 #if defined(__clang__)
-#define UNROLL      /* clang does at -O2 */
+#define UNROLL /* clang does at -O2 */
 #else
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
@@ -35,14 +35,14 @@
         for (; at_ + (step) <= (n); at_ += (step))                                       \
             at(at_, step, __VA_ARGS__);                                                  \
         if (at_ < (n))                                                                   \
-            at(at_, (n) - at_, __VA_ARGS__);                                             \
+            at(at_, (n)-at_, __VA_ARGS__);                                               \
     } while (0)
 
 /* ---- vectors --------------------------------------------------------- */
 
 INLINE vf all(float x)
 {
-    return x - (vf){ 0 };       /* the compiler's way to say broadcast; -0 stays -0 */
+    return x - (vf) { 0 }; /* the compiler's way to say broadcast; -0 stays -0 */
 }
 
 /* The first w lanes from p, 0 in the others. */
@@ -79,7 +79,7 @@ INLINE vi below(int64_t w)
 
     for (int l = 0; l < W; l++)
         lane[l] = l;
-    return lane < (vi){ 0 } + (int32_t)w;
+    return lane < (vi) { 0 } + (int32_t)w;
 }
 
 /* hx_canon_exp() of canon.h, so that dense and routed experts agree. */
@@ -90,11 +90,11 @@ INLINE vf exp_of(vf x)
     x = larger(smaller(x, all(88)), all(-87));
     const vf z = mad(x, all(1.44269504f), shift), n = z - shift;
     const vf r = mad(n, all(-1.428606820e-06f), mad(n, all(-0x1.62e4p-1f), x));
-    vf p = all(1.38888889e-3f);
+    vf p = all(1.386375749e-3f);
 
-    p = mad(p, r, all(8.33333333e-3f));
-    p = mad(p, r, all(4.16666667e-2f));
-    p = mad(p, r, all(1.66666667e-1f));
+    p = mad(p, r, all(8.367509581e-3f));
+    p = mad(p, r, all(4.166723788e-2f));
+    p = mad(p, r, all(1.666653454e-1f));
     p = mad(p, r, all(0.5f));
     p = mad(p, r, all(1));
     p = mad(p, r, all(1));
@@ -131,11 +131,11 @@ INLINE float join(const vf *s)
 
 /* ---- sums ------------------------------------------------------------ */
 
-/* The three sums are one: of f(x) g(x) with y NULL: g = 1 (sum), or f = g = x - mean. */
+/* What is added: x, x y, or (x - mean)^2. */
 enum { SUM, DOT, SPREAD };
 
-INLINE void sum_at(int64_t i, int64_t w, vf *s, const float *x, const float *y, float mean,
-                   int what)
+INLINE void sum_at(int64_t i, int64_t w, vf *s, const float *x, const float *y,
+                   float mean, int what)
 {
     UNROLL
     for (int p = 0; p < P; p++) {
@@ -146,7 +146,8 @@ INLINE void sum_at(int64_t i, int64_t w, vf *s, const float *x, const float *y, 
         else if (what == DOT)
             s[p] = mad(a, load(y + i + p * W, w - p * W), s[p]);
         else {
-            const vf d = w == FULL ? a - mean : choose(below(w - p * W), a - mean, all(0));
+            const vf d =
+                w == FULL ? a - mean : choose(below(w - p * W), a - mean, all(0));
 
             s[p] = mad(d, d, s[p]);
         }
@@ -184,8 +185,8 @@ KERNEL double spread(const float *x, float mean, int64_t n)
 
 /* ---- element by element ---------------------------------------------- */
 
-INLINE void norm_at(int64_t i, int64_t n, float *y, const float *x, float mean, float scale,
-                    const float *w, const float *b)
+INLINE void norm_at(int64_t i, int64_t n, float *y, const float *x, float mean,
+                    float scale, const float *w, const float *b)
 {
     vf v = (load(x + i, n) - mean) * scale;
 
@@ -196,8 +197,8 @@ INLINE void norm_at(int64_t i, int64_t n, float *y, const float *x, float mean, 
     store(y + i, v, n);
 }
 
-KERNEL void norm(float *y, const float *x, float mean, float scale, const float *w, const float *b,
-                 int64_t n)
+KERNEL void norm(float *y, const float *x, float mean, float scale, const float *w,
+                 const float *b, int64_t n)
 {
     EACH(n, W, norm_at, y, x, mean, scale, w, b);
 }
@@ -212,8 +213,8 @@ INLINE void mix_at(int64_t i, int64_t w, float *y, const float *base, const floa
     store(y + i, v, w);
 }
 
-KERNEL void mix(float *y, const float *base, const float *coef, const float *x, int64_t ldx,
-                int64_t n_x, int64_t n)
+KERNEL void mix(float *y, const float *base, const float *coef, const float *x,
+                int64_t ldx, int64_t n_x, int64_t n)
 {
     EACH(n, W, mix_at, y, base, coef, x, ldx, n_x);
 }
@@ -238,8 +239,8 @@ INLINE void merge_at(int64_t i, int64_t w, float *s, const float *y, const float
     }
 }
 
-KERNEL void merge(float *s, const float *y, const float *post, const float *comb, int64_t ns,
-                  int64_t n)
+KERNEL void merge(float *s, const float *y, const float *post, const float *comb,
+                  int64_t ns, int64_t n)
 {
     if (ns == 4)
         EACH(n, W, merge_at, s, y, post, comb, 4, n);
@@ -247,12 +248,13 @@ KERNEL void merge(float *s, const float *y, const float *post, const float *comb
         EACH(n, W, merge_at, s, y, post, comb, ns, n);
 }
 
-INLINE void swiglu_at(int64_t i, int64_t w, float *y, const float *gate, const float *up, float limit)
+INLINE void swiglu_at(int64_t i, int64_t w, float *y, const float *gate, const float *up,
+                      float limit)
 {
     vf g = load(gate + i, w), u = load(up + i, w);
 
     if (limit > 0) {
-        g = smaller(all(limit), g);      /* a NaN stays */
+        g = smaller(all(limit), g); /* a NaN stays */
         u = larger(all(-limit), smaller(all(limit), u));
     }
     store(y + i, silu(g) * u, w);
@@ -263,7 +265,8 @@ KERNEL void swiglu(float *y, const float *g, const float *u, float limit, int64_
     EACH(n, W, swiglu_at, y, g, u, limit);
 }
 
-INLINE void gate_at(int64_t i, int64_t w, float *y, const float *x, const float *b, float a, float bound)
+INLINE void gate_at(int64_t i, int64_t w, float *y, const float *x, const float *b,
+                    float a, float bound)
 {
     vf v = load(x + i, w);
 
@@ -272,20 +275,61 @@ INLINE void gate_at(int64_t i, int64_t w, float *y, const float *x, const float 
     store(y + i, bound * sigmoid(a * v), w);
 }
 
-KERNEL void gate(float *y, const float *x, const float *b, float a, float bound, int64_t n)
+KERNEL void gate(float *y, const float *x, const float *b, float a, float bound,
+                 int64_t n)
 {
     EACH(n, W, gate_at, y, x, b, a, bound);
 }
 
-INLINE void gated_at(int64_t i, int64_t n, float *y, const float *x, float scale, const float *w,
-                     const float *z)
+INLINE void gated_at(int64_t i, int64_t n, float *y, const float *x, float scale,
+                     const float *w, const float *z)
 {
     store(y + i, load(x + i, n) * scale * load(w + i, n) * sigmoid(load(z + i, n)), n);
 }
 
-KERNEL void gated(float *y, const float *x, float scale, const float *w, const float *z, int64_t n)
+KERNEL void gated(float *y, const float *x, float scale, const float *w, const float *z,
+                  int64_t n)
 {
     EACH(n, W, gated_at, y, x, scale, w, z);
+}
+
+INLINE v4 load4(const float *p)
+{
+    v4 x;
+
+    memcpy(&x, p, sizeof(x));
+    return x;
+}
+
+/* Four channels of four taps. */
+INLINE void taps_4x4(float *wt, int64_t ldw, const float *w)
+{
+    const v4 a = load4(w), b = load4(w + 4), c = load4(w + 8), d = load4(w + 12);
+    const v4 ab0 = __builtin_shufflevector(a, b, 0, 4, 1, 5);
+    const v4 ab2 = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+    const v4 cd0 = __builtin_shufflevector(c, d, 0, 4, 1, 5);
+    const v4 cd2 = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+    const v4 t[4] = {
+        __builtin_shufflevector(ab0, cd0, 0, 1, 4, 5),
+        __builtin_shufflevector(ab0, cd0, 2, 3, 6, 7),
+        __builtin_shufflevector(ab2, cd2, 0, 1, 4, 5),
+        __builtin_shufflevector(ab2, cd2, 2, 3, 6, 7),
+    };
+
+    UNROLL
+    for (int j = 0; j < 4; j++)
+        memcpy(wt + j * ldw, &t[j], sizeof(t[j]));
+}
+
+KERNEL void taps_of(float *wt, int64_t ldw, const float *w, int64_t taps, int64_t n)
+{
+    int64_t i = 0;
+
+    for (; taps == 4 && i + 4 <= n; i += 4)
+        taps_4x4(wt + i, ldw, w + i * taps);
+    for (; i < n; i++)
+        for (int64_t j = 0; j < taps; j++)
+            wt[j * ldw + i] = w[i * taps + j];
 }
 
 INLINE void conv_at(int64_t i, int64_t n, float *y, const float *const *u, const float *w,
@@ -298,7 +342,8 @@ INLINE void conv_at(int64_t i, int64_t n, float *y, const float *const *u, const
     store(y + i, silu(s), n);
 }
 
-KERNEL void conv(float *y, const float *const *u, const float *w, int64_t ldw, int64_t taps, int64_t n)
+KERNEL void conv(float *y, const float *const *u, const float *w, int64_t ldw,
+                 int64_t taps, int64_t n)
 {
     EACH(n, W, conv_at, y, u, w, ldw, taps);
 }
@@ -331,8 +376,8 @@ INLINE void softmax_line(vf *c, int64_t n, float eps)
         c[j] = c[j] / s + eps;
 }
 
-INLINE void hc_lanes(float *m, const float *scale, const float *base, int64_t n, float eps,
-                     int32_t iters)
+INLINE void hc_lanes(float *m, const float *scale, const float *base, int64_t n,
+                     float eps, int32_t iters)
 {
     vf c[64];
 
@@ -357,8 +402,8 @@ INLINE void hc_lanes(float *m, const float *scale, const float *base, int64_t n,
         store(m + i * FULL, c[i], W);
 }
 
-KERNEL void hc_maps(float *m, int64_t rows, const float *scale, const float *base, int64_t n,
-                    float eps, int32_t iters)
+KERNEL void hc_maps(float *m, int64_t rows, const float *scale, const float *base,
+                    int64_t n, float eps, int32_t iters)
 {
     for (int64_t r = 0; r < rows; r += W)
         if (n == 4)
@@ -369,8 +414,8 @@ KERNEL void hc_maps(float *m, int64_t rows, const float *scale, const float *bas
 
 /* ---- KDA ------------------------------------------------------------- */
 
-INLINE void kda_terms_at(int64_t i, int64_t w, float *decay, float *dk, float *dq, const float *g,
-                         const float *k, const float *q)
+INLINE void kda_terms_at(int64_t i, int64_t w, float *decay, float *dk, float *dq,
+                         const float *g, const float *k, const float *q)
 {
     const vf e = exp_of(load(g + i, w));
 
@@ -388,10 +433,11 @@ KERNEL void kda_terms(float *decay, float *dk, float *dq, const float *g, const 
 
 #define NV (HX_KERN_COLS / W)
 
-/* u = S^T (decay k') and the output (decay S + k' w^T)^T q' = S^T (decay q') + (k' . q') w
- * need only the state before the row, so one pass serves two neighbouring rows. */
-INLINE void kda_body(const float *src, int64_t lds, float *dst, int64_t ldd, int64_t n, int64_t j0,
-                     const hx_kern_kda *done, const hx_kern_kda *next, bool out, float *wp)
+/* u = S^T (decay k') and the output (decay S + k' w^T)^T q' = S^T (decay q') + (k' . q')
+ * w need only the state before the row, so one pass serves two neighbouring rows. */
+INLINE void kda_body(const float *src, int64_t lds, float *dst, int64_t ldd, int64_t n,
+                     int64_t j0, const hx_kern_kda *done, const hx_kern_kda *next,
+                     bool out, float *wp)
 {
     vf w[NV] = { 0 }, u[NV] = { 0 }, o[NV] = { 0 };
 
@@ -401,8 +447,10 @@ INLINE void kda_body(const float *src, int64_t lds, float *dst, int64_t ldd, int
             w[v] = load(wp + v * W, W);
     }
     for (int64_t d = 0; d < n; d++) {
-        const vf k = all(done != NULL ? done->k[d] : 0), e = all(done != NULL ? done->decay[d] : 0);
-        const vf dk = all(next != NULL ? next->dk[d] : 0), dq = all(out ? next->dq[d] : 0);
+        const vf k = all(done != NULL ? done->k[d] : 0),
+                 e = all(done != NULL ? done->decay[d] : 0);
+        const vf dk = all(next != NULL ? next->dk[d] : 0),
+                 dq = all(out ? next->dq[d] : 0);
 
         UNROLL
         for (int v = 0; v < NV; v++) {
@@ -429,8 +477,9 @@ INLINE void kda_body(const float *src, int64_t lds, float *dst, int64_t ldd, int
     }
 }
 
-KERNEL void kda_pass(const float *src, int64_t lds, float *dst, int64_t ldd, int64_t n, int64_t j0,
-                     const hx_kern_kda *done, const hx_kern_kda *next, float *w)
+KERNEL void kda_pass(const float *src, int64_t lds, float *dst, int64_t ldd, int64_t n,
+                     int64_t j0, const hx_kern_kda *done, const hx_kern_kda *next,
+                     float *w)
 {
     if (next == NULL)
         kda_body(src, lds, dst, ldd, n, j0, done, NULL, false, w);
@@ -454,8 +503,8 @@ enum { TM = 4, TN = 4 };
 enum { TM = 2, TN = 3 };
 #endif
 
-INLINE void dots_at(int64_t i, int64_t w, vf (*s)[TN][P], const float *a, int64_t lda, int m,
-                    const float *b, int64_t ldb, int n)
+INLINE void dots_at(int64_t i, int64_t w, vf (*s)[TN][P], const float *a, int64_t lda,
+                    int m, const float *b, int64_t ldb, int n)
 {
     UNROLL
     for (int p = 0; p < P; p++) {
@@ -476,8 +525,8 @@ INLINE void dots_at(int64_t i, int64_t w, vf (*s)[TN][P], const float *a, int64_
     }
 }
 
-INLINE void dots_tile(float *c, int64_t ldc, const float *a, int64_t lda, int m, const float *b,
-                      int64_t ldb, int n, int64_t k)
+INLINE void dots_tile(float *c, int64_t ldc, const float *a, int64_t lda, int m,
+                      const float *b, int64_t ldb, int n, int64_t k)
 {
     vf s[TM][TN][P] = { 0 };
 
@@ -493,8 +542,8 @@ INLINE void dots_tile(float *c, int64_t ldc, const float *a, int64_t lda, int m,
 /* Some rows of b are kept in the first cache while all of a passes. */
 enum { PANEL_FLOATS = 5120 };
 
-KERNEL void dots(float *c, int64_t ldc, const float *a, int64_t lda, int64_t m, const float *b,
-                 int64_t ldb, int64_t n, int64_t k)
+KERNEL void dots(float *c, int64_t ldc, const float *a, int64_t lda, int64_t m,
+                 const float *b, int64_t ldb, int64_t n, int64_t k)
 {
     const int64_t panel = HX_MAX(PANEL_FLOATS / k / TN, 1) * TN;
 
@@ -521,8 +570,9 @@ KERNEL void dots(float *c, int64_t ldc, const float *a, int64_t lda, int64_t m, 
 /* Rows and vectors of z that are summed in registers together: 8 of 16. */
 #define BLEND_MAX (4 * 8)
 
-INLINE void blend_tile(float *z, int64_t ldz, const float *keep, const float *p, int64_t ldp,
-                       int m, const float *c, int64_t ldc, int64_t n, int nv, int64_t w)
+INLINE void blend_tile(float *z, int64_t ldz, const float *keep, const float *p,
+                       int64_t ldp, int m, const float *c, int64_t ldc, int64_t n, int nv,
+                       int64_t w)
 {
     vf s[BLEND_MAX] = { 0 };
 
@@ -551,28 +601,30 @@ INLINE void blend_tile(float *z, int64_t ldz, const float *keep, const float *p,
 
 /* All m rows of z, in groups of g, nv vectors at a time; the columns of c that these need
  * stay in the first cache while the rows pass. */
-INLINE void blend_rows(float *z, int64_t ldz, const float *keep, const float *p, int64_t ldp,
-                       int64_t m, int g, const float *c, int64_t ldc, int64_t n, int64_t width, int nv)
+INLINE void blend_rows(float *z, int64_t ldz, const float *keep, const float *p,
+                       int64_t ldp, int64_t m, int g, const float *c, int64_t ldc,
+                       int64_t n, int64_t width, int nv)
 {
     for (int64_t i = 0; i < width; i += nv * W)
         for (int64_t r = 0; r < m; r += g) {
             const float *kr = keep != NULL ? keep + r : NULL;
 
             if (i + nv * W <= width)
-                blend_tile(z + r * ldz + i, ldz, kr, p + r * ldp, ldp, g, c + i, ldc, n, nv, W);
+                blend_tile(z + r * ldz + i, ldz, kr, p + r * ldp, ldp, g, c + i, ldc, n,
+                           nv, W);
             else
                 for (int64_t j = i; j < width; j += W)
-                    blend_tile(z + r * ldz + j, ldz, kr, p + r * ldp, ldp, g, c + j, ldc, n, 1,
-                               width - j);
+                    blend_tile(z + r * ldz + j, ldz, kr, p + r * ldp, ldp, g, c + j, ldc,
+                               n, 1, width - j);
         }
 }
 
-KERNEL void blend(float *z, int64_t ldz, const float *keep, const float *p, int64_t ldp, int64_t m,
-                  const float *c, int64_t ldc, int64_t n, int64_t width)
+KERNEL void blend(float *z, int64_t ldz, const float *keep, const float *p, int64_t ldp,
+                  int64_t m, const float *c, int64_t ldc, int64_t n, int64_t width)
 {
     const int64_t m4 = m / 4 * 4, m2 = m / 2 * 2;
 
-#define FROM(r) z + (r) * ldz, ldz, keep != NULL ? keep + (r) : NULL, p + (r) * ldp, ldp
+#define FROM(r) z + (r)*ldz, ldz, keep != NULL ? keep + (r) : NULL, p + (r)*ldp, ldp
     blend_rows(FROM(0), m4, 4, c, ldc, n, width, 2);
     blend_rows(FROM(m4), m2 - m4, 2, c, ldc, n, width, 4);
     blend_rows(FROM(m2), m - m2, 1, c, ldc, n, width, 8);
@@ -593,7 +645,7 @@ INLINE void soften_at(int64_t i, int64_t w, vf *sum16, float *s, float scale, fl
     UNROLL
     for (int p = 0; p < P; p++) {
         const vf x = load(s + i + p * W, w - p * W) * scale - top;
-        vf e = exp_of(x) + (x - x);     /* which makes infinities and NaN a NaN */
+        vf e = exp_of(x) + (x - x); /* which makes infinities and NaN a NaN */
 
         if (w != FULL)
             e = choose(below(w - p * W), e, all(0));
@@ -620,8 +672,8 @@ KERNEL float exp_one(float x)
     return exp_of(all(x))[0];
 }
 
-INLINE void relu_mix_at(int64_t i, int64_t n, float *y, const float *s, int64_t lds, const float *w,
-                        int64_t n_w, float scale, float w_scale)
+INLINE void relu_mix_at(int64_t i, int64_t n, float *y, const float *s, int64_t lds,
+                        const float *w, int64_t n_w, float scale, float w_scale)
 {
     vf t = all(0);
 
@@ -679,7 +731,7 @@ INLINE void bf16_at(int64_t i, int64_t w, float *out, const uint16_t *in)
 INLINE void f16_at(int64_t i, int64_t w, float *out, const uint16_t *in)
 {
     const vi h = load_u16(in + i, w), size = h & 0x7fff;
-    const vi big = size >= 0x7c00;      /* infinities and NaN */
+    const vi big = size >= 0x7c00; /* infinities and NaN */
     const vi v = (vi)((vf)(size << 13) * 0x1p112f);
 
     store(out + i, (vf)(v | (big & 0x7f800000) | (h & 0x8000) << 16), w);
@@ -731,7 +783,8 @@ KERNEL void narrow(uint16_t *out, const float *in, int64_t n)
 
 INLINE void peak_at(int64_t i, int64_t w, vf *top, vi *bad, const float *x)
 {
-    const vf v = w == W ? load(x + i, w) : choose(below(w), load(x + i, w), all(-INFINITY));
+    const vf v =
+        w == W ? load(x + i, w) : choose(below(w), load(x + i, w), all(-INFINITY));
 
     *top = larger(v, *top);
     *bad |= v != v;
@@ -772,7 +825,8 @@ KERNEL int64_t find(const float *x, int64_t n, float lo, float hi)
     return i;
 }
 
-INLINE void weigh_at(int64_t i, int64_t w, vf *sum16, float *p, const float *x, float top, float inv)
+INLINE void weigh_at(int64_t i, int64_t w, vf *sum16, float *p, const float *x, float top,
+                     float inv)
 {
     UNROLL
     for (int q = 0; q < P; q++) {
@@ -801,8 +855,8 @@ KERNEL double weigh(float *p, const float *x, float top, float inv, int64_t n)
     return total;
 }
 
-INLINE void tally_at(int64_t i, int64_t w, vi *count, vf *sum16, const float *x, const float *p,
-                     float lo)
+INLINE void tally_at(int64_t i, int64_t w, vi *count, vf *sum16, const float *x,
+                     const float *p, float lo)
 {
     UNROLL
     for (int q = 0; q < P; q++) {
@@ -839,9 +893,30 @@ KERNEL int64_t tally(const float *x, const float *p, float lo, int64_t n, double
 }
 
 const hx_kern TABLE = {
-    .sum = sum, .dot = dot, .spread = spread, .norm = norm, .mix = mix, .merge = merge,
-    .hc_maps = hc_maps, .swiglu = swiglu, .gate = gate, .gated = gated, .conv = conv,
-    .kda_terms = kda_terms, .kda_pass = kda_pass, .dots = dots, .blend = blend, .soften = soften,
-    .exp = exp_one, .relu_mix = relu_mix, .pool = pool, .widen = widen, .narrow = narrow,
-    .peak = peak, .find = find, .weigh = weigh, .tally = tally,
+    .sum = sum,
+    .dot = dot,
+    .spread = spread,
+    .norm = norm,
+    .mix = mix,
+    .merge = merge,
+    .hc_maps = hc_maps,
+    .swiglu = swiglu,
+    .gate = gate,
+    .gated = gated,
+    .taps = taps_of,
+    .conv = conv,
+    .kda_terms = kda_terms,
+    .kda_pass = kda_pass,
+    .dots = dots,
+    .blend = blend,
+    .soften = soften,
+    .exp = exp_one,
+    .relu_mix = relu_mix,
+    .pool = pool,
+    .widen = widen,
+    .narrow = narrow,
+    .peak = peak,
+    .find = find,
+    .weigh = weigh,
+    .tally = tally,
 };

@@ -12,9 +12,9 @@
 #define KERNEL static
 #define INLINE static inline __attribute__((always_inline))
 
-typedef float   vf __attribute__((vector_size(4 * W)));
+typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
-typedef vf      v4;
+typedef vf v4;
 
 INLINE vf mad(vf a, vf b, vf c)
 {

@@ -1,12 +1,12 @@
-/* cpu_matmul.c - matmul, head_matmul and moe of the CPU backend: the canonical arithmetic of
- * canon.h for every weight format. Called through the table in cpu.c; the inner loops are here in
- * plain C and in cpu_x86.c for AVX2 and AVX-512. Memory is the device's scratch, nothing is
- * allocated. Which worker computes what must never change a bit.
+/* cpu_matmul.c - matmul, head_matmul and moe of the CPU backend: the canonical arithmetic
+ * of canon.h for every weight format. Called through the table in cpu.c; the inner loops
+ * are here in plain C and in cpu_x86.c for AVX2 and AVX-512. Memory is the device's
+ * scratch, nothing is allocated. Which worker computes what must never change a bit.
  *
- * A product runs in two phases: rows are prepared (EXL3: scaled, rotated, quantised; plain:
- * padded to whole blocks, or used where they lie), then bands of 128 outputs are
- * computed, each by one worker: block of 128 inputs by block, the weights of 16 outputs are decoded
- * once for up to 64 rows. */
+ * A product runs in two phases: rows are prepared (EXL3: scaled, rotated, quantised;
+ * plain: padded to whole blocks, or used where they lie), then bands of 128 outputs are
+ * computed, each by one worker: block of 128 inputs by block, the weights of 16 outputs
+ * are decoded once for up to 64 rows. */
 #include "dev/cpu_matmul.h"
 
 #include "dev/fmt_exl3.h"
@@ -14,18 +14,18 @@
 
 enum {
     BLOCK = HX_MM_BLOCK,
-    COLS  = HX_MM_COLS,
-    WIDE  = HX_MM_WIDE,
-    BAND  = 128,                /* outputs that a worker computes together: a rotation */
-    ROWS  = 64,                 /* that share one decoding of the weights */
-    BATCH = 512,                /* rows that are prepared together, at most */
+    COLS = HX_MM_COLS,
+    WIDE = HX_MM_WIDE,
+    BAND = 128,  /* outputs that a worker computes together: a rotation */
+    ROWS = 64,   /* that share one decoding of the weights */
+    BATCH = 512, /* rows that are prepared together, at most */
     ALIGN = 64
 };
 
 /* Where preparing more rows at once would not pay for its memory. */
 #define AREA_MAX_BYTES ((size_t)48 << 20)
 
-/* A worker takes at least so many products of weight and activation at a time, some 4 us. */
+/* Products of weight and activation that a worker takes at least at a time: some 4 us. */
 #define GRAIN_MACS (1 << 15)
 
 /* ---- kernels in plain C ---------------------------------------------- */
@@ -59,13 +59,14 @@ static void scalar_quantize(const float *x, const void *suh, bool mul1, hx_mm_ex
     }
 }
 
-static void scalar_decode(const uint8_t *tile, size_t row_bytes, int k2, hx_codebook codebook,
-                          int16_t *w)
+static void scalar_decode(const uint8_t *tile, size_t row_bytes, int k2,
+                          hx_codebook codebook, int16_t *w)
 {
     for (int t = 0; t < 8; t++, tile += row_bytes, w += 256)
         for (int p = 0; p < 256; p++) {
             const uint32_t s = hx_exl3_state(tile, k2, p);
-            const int v = codebook == HX_CB_MUL1 ? hx_exl3_byte_sum(s) : hx_exl3_int(s, codebook);
+            const int v =
+                codebook == HX_CB_MUL1 ? hx_exl3_byte_sum(s) : hx_exl3_int(s, codebook);
 
             w[16 * hx_exl3_col(p) + stream_slot(hx_exl3_row(p))] = (int16_t)v;
         }
@@ -90,9 +91,10 @@ static void scalar_sum_exl3(const hx_mm_sum *s)
         for (int c = 0; c < COLS; c++) {
             const uint32_t sum = scalar_dot(s->w, c, x->a[0]);
             const float t =
-                s->mul1 ? hx_canon_term_mul1((int32_t)(sum - 512u * (uint32_t)x->sum), x->sum, x->q)
-                        : hx_canon_term_half((int32_t)sum, (int32_t)scalar_dot(s->w, c, x->a[1]),
-                                             x->q);
+                s->mul1 ? hx_canon_term_mul1((int32_t)(sum - 512u * (uint32_t)x->sum),
+                                             x->sum, x->q)
+                        : hx_canon_term_half((int32_t)sum,
+                                             (int32_t)scalar_dot(s->w, c, x->a[1]), x->q);
 
             hx_canon_tree_add(s->tree + (size_t)r * s->tree_step + c, COLS, s->block, t);
         }
@@ -174,12 +176,13 @@ static const hx_mm_kernels *kernels(const hx_dev *d)
 
 /* ---- scratch --------------------------------------------------------- */
 
-/* A worker's own memory. trees: f32 [ROWS][levels][COLS]; behind them a row of the widest matrix. */
+/* A worker's own memory. trees: f32 [ROWS][levels][COLS]; behind them a row of the widest
+ * matrix. */
 typedef struct {
     union {
         int16_t exl3[8 * 16 * 16];
-        float   plain[COLS * BLOCK];
-        float   columns[BLOCK * WIDE];
+        float plain[COLS * BLOCK];
+        float columns[BLOCK * WIDE];
     } w;
     float y[2][ROWS * BAND];
     float trees[];
@@ -189,7 +192,7 @@ typedef struct {
 typedef struct {
     const hx_mm_kernels *k;
     uint8_t *workers, *free;
-    size_t   worker_bytes, free_bytes;
+    size_t worker_bytes, free_bytes;
 } memory;
 
 static int64_t ceil_div(int64_t a, int64_t b)
@@ -222,7 +225,8 @@ static size_t worker_bytes(int64_t max_k)
     const int64_t blocks = n_block(max_k);
 
     return align_up(sizeof(worker) +
-                    sizeof(float) * (size_t)(ROWS * COLS * tree_levels(blocks) + blocks * BLOCK));
+                    sizeof(float) *
+                        (size_t)(ROWS * COLS * tree_levels(blocks) + blocks * BLOCK));
 }
 
 /* Prepared rows: gate, up and down of a pair, or one matrix. */
@@ -233,11 +237,14 @@ static size_t row_bytes(int64_t blocks)
 
 size_t hx_cpu_matmul_scratch_bytes(const hx_dev_limits *l, int n_thread)
 {
-    const int64_t max_k = HX_MAX(HX_MAX(l->max_k, l->max_n), 1), active = HX_MAX(l->max_active, 0);
+    const int64_t max_k = HX_MAX(HX_MAX(l->max_k, l->max_n), 1);
+    const int64_t active = HX_MAX(l->max_active, 0);
     const size_t pairs = (size_t)(HX_MAX(l->max_rows, 1) * HX_MAX(active, 1));
     const size_t per_row = row_bytes(n_block(max_k)) * (active > 0 ? 3 : 1);
-    const size_t area = HX_MAX(HX_MIN(HX_MIN(pairs, BATCH) * per_row, AREA_MAX_BYTES), per_row);
-    const size_t lists = 4 * (pairs + (size_t)HX_MAX(l->max_expert, 0) + 1) + BATCH * 16 + 4 * ALIGN;
+    const size_t area =
+        HX_MAX(HX_MIN(HX_MIN(pairs, BATCH) * per_row, AREA_MAX_BYTES), per_row);
+    const size_t lists =
+        4 * (pairs + (size_t)HX_MAX(l->max_expert, 0) + 1) + BATCH * 16 + 4 * ALIGN;
 
     return (size_t)n_thread * worker_bytes(max_k) + area + lists + ALIGN;
 }
@@ -263,15 +270,17 @@ static void *take(memory *s, size_t n)
 static int no_scratch(const hx_dev *d, const char *op, hx_err *err)
 {
     return hx_fail(err, HX_ENOMEM,
-                   "%s: %zu bytes of scratch are too few; open the device with larger limits", op,
-                   d->scratch_bytes);
+                   "%s: %zu bytes of scratch are too few; open the device with larger "
+                   "limits",
+                   op, d->scratch_bytes);
 }
 
-static int memory_open(memory *s, const hx_dev *d, int64_t max_k, const char *op, hx_err *err)
+static int memory_open(memory *s, const hx_dev *d, int64_t max_k, const char *op,
+                       hx_err *err)
 {
     const size_t skip = (ALIGN - (uintptr_t)d->scratch % ALIGN) % ALIGN;
 
-    *s = (memory){ .k = kernels(d), .worker_bytes = worker_bytes(max_k) };
+    *s = (memory) { .k = kernels(d), .worker_bytes = worker_bytes(max_k) };
     if (d->scratch_bytes < skip)
         return no_scratch(d, op, err);
     s->free = (uint8_t *)d->scratch + skip;
@@ -285,8 +294,8 @@ static int memory_open(memory *s, const hx_dev *d, int64_t max_k, const char *op
 /* Rows of inputs for one matrix, cut into blocks. */
 typedef struct {
     const uint8_t *p;
-    size_t row_step, block_step;        /* bytes */
-    int    n_row;                       /* at most ROWS */
+    size_t row_step, block_step; /* bytes */
+    int n_row;                   /* at most ROWS */
 } rows_view;
 
 /* Outputs first … first + n - 1 of m (plain formats: rows of W; EXL3: 0 … m->n - 1). */
@@ -307,16 +316,19 @@ static bool is_mul1(const hx_mat *m)
 
 static size_t block_bytes(const hx_mat *m)
 {
-    return !is_exl3(m) ? HX_MM_PLAIN_BYTES : is_mul1(m) ? HX_MM_MUL1_BYTES : HX_MM_EXL3_BYTES;
+    return !is_exl3(m)  ? HX_MM_PLAIN_BYTES
+           : is_mul1(m) ? HX_MM_MUL1_BYTES
+                        : HX_MM_EXL3_BYTES;
 }
 
 static outputs all_outputs(const hx_mat *m)
 {
-    return (outputs){ m, 0, m->n };
+    return (outputs) { m, 0, m->n };
 }
 
 /* Prepares block b of a row; x: its inputs, which past m->k need not be there. */
-static void prepare(const hx_mm_kernels *k, const hx_mat *m, const float *x, int64_t b, void *out)
+static void prepare(const hx_mm_kernels *k, const hx_mat *m, const float *x, int64_t b,
+                    void *out)
 {
     const size_t n = (size_t)HX_MIN(m->k - b * BLOCK, BLOCK);
     float padded[BLOCK];
@@ -335,17 +347,19 @@ static void prepare(const hx_mm_kernels *k, const hx_mat *m, const float *x, int
 }
 
 /* Columns k0 … k0 + n - 1 of row r of a plain matrix. */
-static void widen(const hx_mm_kernels *k, const hx_mat *m, int64_t r, int64_t k0, int n, float *out)
+static void widen(const hx_mm_kernels *k, const hx_mat *m, int64_t r, int64_t k0, int n,
+                  float *out)
 {
-    static const uint8_t bytes[HX_N_FMT] = { [HX_FMT_F32] = 4, [HX_FMT_F16] = 2, [HX_FMT_BF16] = 2,
-                                             [HX_FMT_FP8] = 1 };
+    static const uint8_t bytes[HX_N_FMT] = {
+        [HX_FMT_F32] = 4, [HX_FMT_F16] = 2, [HX_FMT_BF16] = 2, [HX_FMT_FP8] = 1
+    };
     const uint8_t *w = (const uint8_t *)m->w + (r * m->k + k0) * bytes[m->fmt];
 
     if (m->fmt != HX_FMT_FP8) {
         k->widen(out, w, m->fmt, 1.0f, n);
         return;
     }
-    for (int i = 0, part; i < n; i += part) {   /* columns that share a scale */
+    for (int i = 0, part; i < n; i += part) { /* columns that share a scale */
         part = (int)HX_MIN(n - i, m->block_k - (k0 + i) % m->block_k);
         k->widen(out + i, w + i, m->fmt, hx_fp8_scale(m, r, k0 + i), part);
     }
@@ -360,8 +374,8 @@ static void prefetch_block(const uint8_t *tile, size_t tile_row, int bytes)
 }
 
 /* Adds block b of outputs c … c + 15 to the trees. */
-static void add_exl3(const hx_mm_kernels *k, const hx_mat *m, int64_t c, int64_t b, worker *w,
-                     hx_mm_sum *s)
+static void add_exl3(const hx_mm_kernels *k, const hx_mat *m, int64_t c, int64_t b,
+                     worker *w, hx_mm_sum *s)
 {
     const uint8_t *tile = hx_exl3_tile_at(m, 8 * b, c / COLS);
     const int bytes = hx_exl3_tile_bytes(m->k2);
@@ -373,8 +387,8 @@ static void add_exl3(const hx_mm_kernels *k, const hx_mat *m, int64_t c, int64_t
     k->sum_exl3(s);
 }
 
-static void add_plain(const hx_mm_kernels *k, const outputs *o, int64_t c, int64_t b, worker *w,
-                      hx_mm_sum *s)
+static void add_plain(const hx_mm_kernels *k, const outputs *o, int64_t c, int64_t b,
+                      worker *w, hx_mm_sum *s)
 {
     const int n = (int)HX_MIN(o->m->k - b * BLOCK, BLOCK);
 
@@ -390,32 +404,35 @@ static void add_plain(const hx_mm_kernels *k, const outputs *o, int64_t c, int64
 }
 
 /* Rows of y are BAND floats apart. */
-static void close_trees(const float *tree, int levels, int cols, int n_row, uint32_t n, float *y)
+static void close_trees(const float *tree, int levels, int cols, int n_row, uint32_t n,
+                        float *y)
 {
     for (int r = 0; r < n_row; r++, tree += levels * cols, y += BAND)
         for (int c = 0; c < cols; c++)
             y[c] = hx_canon_tree_sum(tree + c, cols, n);
 }
 
-/* y f32 [n_row][BAND] = outputs band * BAND … of W x; what lies past o->n is undefined. Strips
- * of outputs go through all inputs together: all of the band for few rows, which streams
- * the weights as they lie in memory; one group for many, whose trees then stay in cache. */
-static void product(const hx_mm_kernels *k, const outputs *o, const rows_view *x, int64_t band,
-                    worker *w, float *y)
+/* y f32 [n_row][BAND] = outputs band * BAND … of W x; what lies past o->n is undefined.
+ * Strips of outputs, 16 to a panel, go through all inputs together: all of the band for
+ * few rows, which streams the weights as they lie in memory; one panel for many, whose
+ * trees then stay in cache. */
+static void product(const hx_mm_kernels *k, const outputs *o, const rows_view *x,
+                    int64_t band, worker *w, float *y)
 {
     const hx_mat *m = o->m;
     const int64_t blocks = n_block(m->k), c0 = band * BAND;
     const int levels = tree_levels(blocks), tree_step = levels * COLS;
+    const int panel_step = x->n_row * tree_step;
     const int strip = is_exl3(m) ? HX_MAX(HX_MIN(ROWS / x->n_row, BAND / COLS), 1) : 1;
     /* a rotation needs the padded outputs too */
-    const int n_group =
+    const int n_panel =
         is_exl3(m) ? BAND / COLS : (int)HX_MIN(ceil_div(o->n - c0, COLS), BAND / COLS);
 
-    for (int g0 = 0; g0 < n_group; g0 += strip) {
-        const int g1 = HX_MIN(g0 + strip, n_group);
+    for (int p0 = 0; p0 < n_panel; p0 += strip) {
+        const int p1 = HX_MIN(p0 + strip, n_panel);
 
         for (int64_t b = 0; b < blocks; b++)
-            for (int g = g0; g < g1; g++) {
+            for (int p = p0; p < p1; p++) {
                 hx_mm_sum s = {
                     .w = &w->w,
                     .x = x->p + (size_t)b * x->block_step,
@@ -423,18 +440,18 @@ static void product(const hx_mm_kernels *k, const outputs *o, const rows_view *x
                     .n_row = x->n_row,
                     .mul1 = is_mul1(m),
                     .block = (uint32_t)b,
-                    .tree = w->trees + (g - g0) * x->n_row * tree_step,
+                    .tree = w->trees + (p - p0) * panel_step,
                     .tree_step = (size_t)tree_step,
                 };
 
                 if (is_exl3(m))
-                    add_exl3(k, m, c0 + g * COLS, b, w, &s);
+                    add_exl3(k, m, c0 + p * COLS, b, w, &s);
                 else
-                    add_plain(k, o, c0 + g * COLS, b, w, &s);
+                    add_plain(k, o, c0 + p * COLS, b, w, &s);
             }
-        for (int g = g0; g < g1; g++)
-            close_trees(w->trees + (g - g0) * x->n_row * tree_step, levels, COLS, x->n_row,
-                        (uint32_t)blocks, y + g * COLS);
+        for (int p = p0; p < p1; p++)
+            close_trees(w->trees + (p - p0) * panel_step, levels, COLS, x->n_row,
+                        (uint32_t)blocks, y + p * COLS);
     }
     for (int r = 0; r < x->n_row; r++, y += BAND) {
         if (is_exl3(m))
@@ -446,7 +463,8 @@ static void product(const hx_mm_kernels *k, const outputs *o, const rows_view *x
 }
 
 /* Rows of products to y, ldy floats apart. */
-static void store(const float *band_y, int n_row, int64_t n, int64_t band, float *y, int64_t ldy)
+static void store(const float *band_y, int n_row, int64_t n, int64_t band, float *y,
+                  int64_t ldy)
 {
     const size_t bytes = (size_t)HX_MIN(n - band * BAND, BAND) * sizeof(float);
 
@@ -459,24 +477,26 @@ static void store(const float *band_y, int n_row, int64_t n, int64_t band, float
 /* Up to ROWS prepared rows that meet the same matrix. Their blocks lie together, block
  * by block, so that a worker reads them in order. */
 typedef struct {
-    int32_t row0, n;            /* among the rows prepared together */
+    int32_t row0, n; /* among the rows prepared together */
     int32_t expert;
 } group;
 
-/* Place of block b of row r of a group, when a row has blocks blocks of bytes each. Groups of other
- * formats may lie beside it, so each begins where the largest blocks would end. */
-static uint8_t *block_at(uint8_t *area, const group *g, int64_t blocks, size_t bytes, int64_t b,
-                         int64_t r)
+/* Place of block b of row r of a group, when a row has blocks blocks of bytes each.
+ * Groups of other formats may lie beside it, so each begins where the largest blocks
+ * would end. */
+static uint8_t *block_at(uint8_t *area, const group *g, int64_t blocks, size_t bytes,
+                         int64_t b, int64_t r)
 {
-    return area + (size_t)(g->row0 * blocks) * HX_MM_EXL3_BYTES + (size_t)(b * g->n + r) * bytes;
+    return area + (size_t)(g->row0 * blocks) * HX_MM_EXL3_BYTES +
+           (size_t)(b * g->n + r) * bytes;
 }
 
 static rows_view group_view(uint8_t *area, const group *g, const hx_mat *m)
 {
     const size_t bytes = block_bytes(m);
 
-    return (rows_view){ block_at(area, g, n_block(m->k), bytes, 0, 0), bytes, bytes * (size_t)g->n,
-                        g->n };
+    return (rows_view) { block_at(area, g, n_block(m->k), bytes, 0, 0), bytes,
+                         bytes * (size_t)g->n, g->n };
 }
 
 static int64_t grain(int64_t macs)
@@ -494,7 +514,7 @@ static group group_of(int64_t n, int64_t i)
 {
     const int64_t of = n_group(n), lo = n * i / of;
 
-    return (group){ .row0 = (int32_t)lo, .n = (int32_t)(n * (i + 1) / of - lo) };
+    return (group) { .row0 = (int32_t)lo, .n = (int32_t)(n * (i + 1) / of - lo) };
 }
 
 static group group_with(int64_t n, int64_t row)
@@ -505,12 +525,12 @@ static group group_with(int64_t n, int64_t row)
 /* ---- matmul ---------------------------------------------------------- */
 
 typedef struct {
-    memory  mem;
+    memory mem;
     const hx_mat *m;
     const float *x;
-    float  *y;
-    int64_t ldx, ldy, rows;     /* of this batch */
-    uint8_t *area;              /* prepared rows; NULL: plain rows that need no padding */
+    float *y;
+    int64_t ldx, ldy, rows; /* of this batch */
+    uint8_t *area;          /* prepared rows; NULL: plain rows that need no padding */
 } matmul;
 
 static void matmul_prepare(void *ud, int64_t begin, int64_t end, int worker_i)
@@ -538,9 +558,10 @@ static void matmul_bands(void *ud, int64_t begin, int64_t end, int worker_i)
     for (int64_t i = begin; i < end; i++) {
         const group g = group_of(c->rows, i / bands);
         const rows_view v =
-            c->area != NULL ? group_view(c->area, &g, c->m)
-                            : (rows_view){ (const uint8_t *)(c->x + g.row0 * c->ldx),
-                                           (size_t)c->ldx * sizeof(float), HX_MM_PLAIN_BYTES, g.n };
+            c->area != NULL
+                ? group_view(c->area, &g, c->m)
+                : (rows_view) { (const uint8_t *)(c->x + g.row0 * c->ldx),
+                                (size_t)c->ldx * sizeof(float), HX_MM_PLAIN_BYTES, g.n };
 
         product(c->mem.k, &o, &v, i % bands, w, w->y[0]);
         store(w->y[0], g.n, c->m->n, i % bands, c->y + g.row0 * c->ldy, c->ldy);
@@ -592,11 +613,11 @@ static rows_view head_rows(const head_matmul *c, int64_t h, int64_t r0, worker *
     float *copy = w->trees + ROWS * COLS * tree_levels(blocks);
 
     if (k % BLOCK == 0)
-        return (rows_view){ (const uint8_t *)x, (size_t)ld * sizeof(float), HX_MM_PLAIN_BYTES,
-                            (int)HX_MIN(a->rows - r0, ROWS) };
+        return (rows_view) { (const uint8_t *)x, (size_t)ld * sizeof(float),
+                             HX_MM_PLAIN_BYTES, (int)HX_MIN(a->rows - r0, ROWS) };
     for (int64_t b = 0; b < blocks; b++)
         prepare(c->mem.k, a->w, x + b * BLOCK, b, copy + b * BLOCK);
-    return (rows_view){ (const uint8_t *)copy, 0, HX_MM_PLAIN_BYTES, 1 };
+    return (rows_view) { (const uint8_t *)copy, 0, HX_MM_PLAIN_BYTES, 1 };
 }
 
 static void head_bands(void *ud, int64_t begin, int64_t end, int worker_i)
@@ -614,7 +635,8 @@ static void head_bands(void *ud, int64_t begin, int64_t end, int worker_i)
         for (int64_t r = 0; r < a->rows; r += v.n_row) {
             v = head_rows(c, h, r, w);
             product(c->mem.k, &o, &v, i % bands, w, w->y[0]);
-            store(w->y[0], v.n_row, a->n, i % bands, (float *)a->y.p + r * ld + h * a->n, ld);
+            store(w->y[0], v.n_row, a->n, i % bands, (float *)a->y.p + r * ld + h * a->n,
+                  ld);
         }
     }
 }
@@ -623,7 +645,8 @@ static void head_bands(void *ud, int64_t begin, int64_t end, int worker_i)
 static void head_columns(const head_matmul *c, int64_t h, int64_t k0, worker *w)
 {
     const hx_head_matmul_args *a = c->a;
-    const int64_t k = a->w->k, blocks = n_block(a->n), ldx = a->heads * a->n, ldy = a->heads * k;
+    const int64_t k = a->w->k, blocks = n_block(a->n);
+    const int64_t ldx = a->heads * a->n, ldy = a->heads * k;
     const int levels = tree_levels(blocks), used = (int)HX_MIN(k - k0, WIDE);
     const float *x = (const float *)a->x.p + h * a->n;
     float *y = (float *)a->y.p + h * k + k0;
@@ -668,7 +691,7 @@ int hx_cpu_head_matmul(hx_dev *d, const hx_head_matmul_args *a, hx_err *err)
 {
     const int64_t k = a->w->k;
     head_matmul c = { .a = a };
-    int rc = memory_open(&c.mem, d, HX_MAX(a->transposed ? a->n : k, 1), "head_matmul", err);
+    int rc = memory_open(&c.mem, d, a->transposed ? a->n : k, "head_matmul", err);
 
     if (rc != 0)
         return rc;
@@ -676,23 +699,23 @@ int hx_cpu_head_matmul(hx_dev *d, const hx_head_matmul_args *a, hx_err *err)
         hx_pool_run(d->pool, a->heads * ceil_div(k, WIDE), grain(a->rows * WIDE * a->n),
                     head_transposed, &c);
     else
-        hx_pool_run(d->pool, a->heads * ceil_div(a->n, BAND), grain(a->rows * BAND * k), head_bands,
-                    &c);
+        hx_pool_run(d->pool, a->heads * ceil_div(a->n, BAND), grain(a->rows * BAND * k),
+                    head_bands, &c);
     return 0;
 }
 
 /* ---- moe ------------------------------------------------------------- */
 
-/* Pairs (row, pick) sorted by expert go through in batches of groups. Phases: inputs of gate and
- * up; bands of both, activated and prepared as inputs of down; bands of down. */
+/* Pairs (row, pick) sorted by expert go through in batches of groups. Phases: inputs of
+ * gate and up; bands of both, activated and prepared as inputs of down; bands of down. */
 typedef struct {
-    memory   mem;
+    memory mem;
     const hx_moe_args *a;
-    int32_t *pair;              /* [n] r * active + pick, by expert */
-    int32_t *end;               /* [n_expert] where an expert's pairs end */
-    group   *group;             /* of this batch */
-    int64_t  n_group, n_pair, pair0;
-    uint8_t *gate, *up, *down;  /* prepared rows */
+    int32_t *pair; /* [n] r * active + pick, by expert */
+    int32_t *end;  /* [n_expert] where an expert's pairs end */
+    group *group;  /* of this batch */
+    int64_t n_group, n_pair, pair0;
+    uint8_t *gate, *up, *down; /* prepared rows */
 } moe;
 
 static const hx_expert *expert_of(const moe *c, const group *g)
@@ -708,32 +731,27 @@ static bool same_input(const hx_expert *e)
             (e->gate.suh == e->up.suh && is_mul1(&e->gate) == is_mul1(&e->up)));
 }
 
-static const group *moe_group_with(const moe *c, int64_t row)
-{
-    const group *g = c->group;
-
-    while (row >= g->row0 + g->n)
-        g++;
-    return g;
-}
-
 static void moe_prepare(void *ud, int64_t begin, int64_t end, int worker_i)
 {
     const moe *c = ud;
     const int64_t k = c->a->expert[c->group->expert].gate.k, blocks = n_block(k);
+    const group *g = c->group;
 
     (void)worker_i;
     for (int64_t i = begin; i < end; i++) {
         const int64_t row = i / (2 * blocks), b = i % blocks;
         const bool is_up = i / blocks % 2 != 0;
-        const group *g = moe_group_with(c, row);
+
+        while (row >= g->row0 + g->n)
+            g++;
         const hx_expert *e = expert_of(c, g);
         const hx_mat *m = is_up ? &e->up : &e->gate;
         const int64_t x_row = c->pair[c->pair0 + row] / c->a->active;
 
         if (!is_up || !same_input(e))
             prepare(c->mem.k, m, (const float *)c->a->x.p + x_row * k + b * BLOCK, b,
-                    block_at(is_up ? c->up : c->gate, g, blocks, block_bytes(m), b, row - g->row0));
+                    block_at(is_up ? c->up : c->gate, g, blocks, block_bytes(m), b,
+                             row - g->row0));
     }
 }
 
@@ -767,7 +785,8 @@ static void moe_down(void *ud, int64_t begin, int64_t end, int worker_i)
 {
     const moe *c = ud;
     worker *w = worker_at(&c->mem, worker_i);
-    const int64_t dim = c->a->expert[c->group->expert].down.n, bands = ceil_div(dim, BAND);
+    const int64_t dim = c->a->expert[c->group->expert].down.n;
+    const int64_t bands = ceil_div(dim, BAND);
 
     for (int64_t i = begin; i < end; i++) {
         const group *g = &c->group[i / bands];
@@ -792,12 +811,12 @@ static int64_t sort_pairs(moe *c, hx_err *err)
     memset(c->end, 0, (size_t)a->n_expert * sizeof(int32_t));
     for (int64_t i = 0; i < n; i++) {
         if (id[i] >= a->n_expert)
-            return hx_fail(err, HX_EARG, "moe: id[%lld] is %d, must be below %lld", (long long)i,
-                           id[i], (long long)a->n_expert);
+            return hx_fail(err, HX_EARG, "moe: id[%lld] is %d, must be below %lld",
+                           (long long)i, id[i], (long long)a->n_expert);
         if (id[i] >= 0)
             c->end[id[i]]++;
     }
-    for (int64_t e = 0; e < a->n_expert; e++) {     /* counts become beginnings, then ends */
+    for (int64_t e = 0; e < a->n_expert; e++) { /* counts become beginnings, then ends */
         const int32_t count = c->end[e];
 
         c->end[e] = at;
@@ -809,7 +828,8 @@ static int64_t sort_pairs(moe *c, hx_err *err)
     return at;
 }
 
-/* Makes the groups of the next batch, at most max pairs, from pair0 on. expert: where to go on. */
+/* Makes the groups of the next batch, at most max pairs, from pair0 on. expert: where to
+ * go on. */
 static void next_batch(moe *c, int64_t max, int32_t *expert)
 {
     c->n_group = c->n_pair = 0;
@@ -836,17 +856,18 @@ static void run_batch(hx_dev *d, moe *c)
     const int64_t rows = HX_MIN(ceil_div(c->n_pair, c->n_group), ROWS);
 
     hx_pool_run(d->pool, c->n_pair * 2 * n_block(e->gate.k), 32, moe_prepare, c);
-    hx_pool_run(d->pool, c->n_group * n_block(e->gate.n), grain(2 * rows * BAND * e->gate.k),
-                moe_gate_up, c);
-    hx_pool_run(d->pool, c->n_group * ceil_div(e->down.n, BAND), grain(rows * BAND * e->down.k),
-                moe_down, c);
+    hx_pool_run(d->pool, c->n_group * n_block(e->gate.n),
+                grain(2 * rows * BAND * e->gate.k), moe_gate_up, c);
+    hx_pool_run(d->pool, c->n_group * ceil_div(e->down.n, BAND),
+                grain(rows * BAND * e->down.k), moe_down, c);
 }
 
 int hx_cpu_moe(hx_dev *d, const hx_moe_args *a, hx_err *err)
 {
     const int64_t n = a->rows * a->active;
     const hx_expert *e = a->expert;
-    const size_t x_bytes = row_bytes(n_block(e->gate.k)), h_bytes = row_bytes(n_block(e->down.k));
+    const size_t x_bytes = row_bytes(n_block(e->gate.k));
+    const size_t h_bytes = row_bytes(n_block(e->down.k));
     moe c = { .a = a };
     int32_t expert = 0;
     int rc = memory_open(&c.mem, d, HX_MAX(e->gate.k, e->down.k), "moe", err);

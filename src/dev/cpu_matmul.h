@@ -1,10 +1,10 @@
-/* cpu_matmul.h - the inner loops of cpu_matmul.c, one table per instruction set; shared by
- * cpu_matmul.c (plain C) and cpu_x86.c, nobody else includes it.
+/* cpu_matmul.h - the inner loops of cpu_matmul.c, one table per instruction set; shared
+ * by cpu_matmul.c (plain C) and cpu_x86.c, nobody else includes it.
  *
- * All work on blocks of 128 inputs and 16 outputs: a kernel decodes the weights of such a block
- * into a buffer that stays in the first-level cache, another multiplies it with any number of rows.
- * What they compute is canon.h; every table gives the same bits. Buffers of ours are
- * 64-byte aligned, what comes from a file is not. */
+ * All work on blocks of 128 inputs and 16 outputs: a kernel decodes the weights of such a
+ * block into a buffer that stays in the first-level cache, another multiplies it with any
+ * number of rows. What they compute is canon.h; every table gives the same bits. Buffers
+ * of ours are 64-byte aligned, what comes from a file is not. */
 #ifndef HX_CPU_MATMUL_H
 #define HX_CPU_MATMUL_H
 
@@ -12,16 +12,17 @@
 #include "dev/cpu.h"
 
 enum {
-    HX_MM_BLOCK = HX_CANON_BLOCK,       /* inputs */
-    HX_MM_COLS  = 16,                   /* outputs */
-    HX_MM_WIDE  = 32                    /* outputs of a transposed product */
+    HX_MM_BLOCK = HX_CANON_BLOCK, /* inputs */
+    HX_MM_COLS = 16,              /* outputs */
+    HX_MM_WIDE = 32               /* outputs of a transposed product */
 };
 
-/* One row's activations for a block of an EXL3 matrix. a: tile row, then the order in which a tile
- * holds the 16 weights of one output: 2q, 2q + 1, 2q + 8, 2q + 9 for q = 0 … 3. MUL1: a in
- * a[0], and a[1] is not there (HX_MM_MUL1_BYTES); MCG, 3INST: planes i and j. */
+/* One row's activations for a block of an EXL3 matrix. a: by tile row, and there in the
+ * order in which a tile holds the 16 weights of one output: 2q, 2q + 1, 2q + 8, 2q + 9
+ * for q = 0 … 3. MUL1: a in a[0], and a[1] is not there (HX_MM_MUL1_BYTES); MCG, 3INST:
+ * planes i and j. */
 typedef struct {
-    float   q;
+    float q;
     int32_t sum;
     int32_t unused[14];
     int16_t a[2][HX_MM_BLOCK];
@@ -31,26 +32,27 @@ typedef struct {
 #define HX_MM_MUL1_BYTES  offsetof(hx_mm_exl3, a[1])
 #define HX_MM_PLAIN_BYTES ((size_t)HX_MM_BLOCK * sizeof(float))
 
-/* Multiplies one decoded block with n_row rows and adds the terms of each row, one per output,
- * to its trees. */
+/* Multiplies one decoded block with n_row rows and adds the terms of each row, one per
+ * output, to its trees. */
 typedef struct {
-    const void    *w;           /* EXL3: int16 [8 tile rows][16 outputs][16], the byte sum for MUL1,
-                                 * else the integer weight; plain: f32 [16 outputs][128];
-                                 * transposed: f32 [n_in][32 outputs] */
-    const uint8_t *x;           /* block of row 0: hx_mm_exl3, or f32 [128]; rows x_step bytes apart */
-    size_t         x_step;
-    int            n_row;
-    bool           mul1;
-    uint32_t       block;       /* number of the block, from 0 */
-    float         *tree;        /* f32 [levels][outputs] per row, tree_step floats apart */
-    size_t         tree_step;
+    /* EXL3: int16 [8 tile rows][16 outputs][16], the byte sum for MUL1, else the integer
+     * weight; plain: f32 [16 outputs][128]; transposed: f32 [n_in][32 outputs] */
+    const void *w;
+    const uint8_t *x; /* block of row 0: hx_mm_exl3, or f32 [128] */
+    size_t x_step;    /* bytes from row to row */
+    int n_row;
+    bool mul1;
+    uint32_t block;   /* number of the block, from 0 */
+    float *tree;      /* f32 [levels][outputs] of row 0 */
+    size_t tree_step; /* floats from row to row */
 } hx_mm_sum;
 
 typedef struct {
     /* Rotates and quantises x [128]. */
     void (*quantize)(const float *x, const void *suh, bool mul1, hx_mm_exl3 *out);
     /* 8 tiles, row_bytes apart, into int16 w [8][16][16]. */
-    void (*decode)(const uint8_t *tile, size_t row_bytes, int k2, hx_codebook codebook, int16_t *w);
+    void (*decode)(const uint8_t *tile, size_t row_bytes, int k2, hx_codebook codebook,
+                   int16_t *w);
     void (*sum_exl3)(const hx_mm_sum *s);
     /* y [128] = (P y) * svh */
     void (*rotate)(float *y, const void *svh);

@@ -1,33 +1,41 @@
-/* cpu_sample.c - the CPU operations that rank: the pools of top-k selection and the ids of a
- * sampled row. Called through hx_cpu_ops once ops.c has checked the arguments.
+/* cpu_sample.c - the CPU operations that rank: the pools of top-k selection and the ids
+ * of a sampled row. Called through hx_cpu_ops once ops.c has checked the arguments.
  *
- * Nothing is sorted as a whole. Entries stand in falling order of value, equal ones by lower
- * index; every question (the k best, the smallest set with some mass, the one that a draw
- * meets) is a beginning of that order, found by bisection over the values. */
+ * Nothing is sorted as a whole. Entries stand in falling order of value, equal ones by
+ * lower index; every question (the k best, the smallest set with some mass, the one that
+ * a draw meets) is a beginning of that order, found by bisection over the values. */
 #include <math.h>
 
 #include "dev/cpu_kern.h"
 
 enum {
-    FEW = 8,            /* entries that are sorted by insertion */
-    NEAR = 2048,        /* candidates that are worth a copy of their own */
-    MAX_TOP = 20        /* ops.c: same bound */
+    FEW = 8,     /* entries that are sorted by insertion */
+    NEAR = 2048, /* candidates that are worth a copy of their own */
+    MAX_TOP = 20 /* ops.c: same bound */
 };
 
-/* How many entries x >= lo there are, and their weight. key numbers the floats in order. */
-typedef struct { int32_t key; int64_t count; double mass; } level;
+/* How many entries x >= lo there are, and their weight. key numbers the floats in order.
+ */
+typedef struct {
+    int32_t key;
+    int64_t count;
+    double mass;
+} level;
 
-/* n entries with values x and weights p (NULL: only counted). Whatever is asked lies below
- * hi, which no entry reaches, and not below lo. */
+/* n entries with values x and weights p (NULL: only counted). Whatever is asked lies
+ * below hi, which no entry reaches, and not below lo. */
 typedef struct {
     const hx_kern *v;
-    const float   *x, *p;
-    int64_t        n;
-    level          lo, hi;
+    const float *x, *p;
+    int64_t n;
+    level lo, hi;
 } field;
 
 /* A beginning of the order: entry `last` and all before it. */
-typedef struct { int64_t last, count; double mass; } prefix;
+typedef struct {
+    int64_t last, count;
+    double mass;
+} prefix;
 
 static int32_t key_of(float x)
 {
@@ -55,11 +63,13 @@ static level level_at(const field *f, float lo)
 }
 
 /* All entries but NaN, the largest of which is best. */
-static field field_of(const hx_kern *v, const float *x, const float *p, int64_t n, float best)
+static field field_of(const hx_kern *v, const float *x, const float *p, int64_t n,
+                      float best)
 {
     field f = { .v = v, .x = x, .p = p, .n = n };
 
-    f.hi.key = key_of(best == 0 ? 0.0f : best) + 1;     /* above both zeros, which are equal */
+    f.hi.key =
+        key_of(best == 0 ? 0.0f : best) + 1; /* above both zeros, which are equal */
     f.lo = level_at(&f, -INFINITY);
     return f;
 }
@@ -69,19 +79,17 @@ static bool before(const field *f, int64_t a, int64_t b)
     return f->x[a] > f->x[b] || (f->x[a] == f->x[b] && a < b);
 }
 
-/* Finds the entries lo <= x < hi, at most cap, in order; returns how many. */
+/* Finds the entries lo <= x <= hi, at most cap, in order; returns how many. */
 static int64_t collect(const field *f, float lo, float hi, int64_t *out, int64_t cap)
 {
     int64_t n = 0;
 
-    for (int64_t i = 0; i < f->n && n < cap; i++) {
+    for (int64_t i = 0; n < cap; i++) {
         int64_t at = n;
 
-        i += f->v->find(f->x + i, f->n - i, lo, INFINITY);
+        i += f->v->find(f->x + i, f->n - i, lo, hi);
         if (i == f->n)
             break;
-        if (f->x[i] >= hi)
-            continue;
         for (; at > 0 && before(f, i, out[at - 1]); at--)
             out[at] = out[at - 1];
         out[at] = i;
@@ -90,14 +98,21 @@ static int64_t collect(const field *f, float lo, float hi, int64_t *out, int64_t
     return n;
 }
 
-/* A key strictly between two levels: where the wanted part of what lies between should end
- * if values were evenly spread, or half way between the keys. */
-static int32_t between(const level *lo, const level *hi, double part, bool half)
+/* The largest float below that of a key. */
+static float under(int32_t key)
+{
+    return float_of(key == 0 ? -2 : key - 1); /* key -1 is the other zero */
+}
+
+/* A key strictly between two levels. In turn: where the wanted part of what lies between
+ * should end if values were evenly spread, the middle of the values, the middle of the
+ * keys; the last bounds the number of turns, whatever the values. */
+static int32_t between(const level *lo, const level *hi, double part, int turn)
 {
     const double a = (double)float_of(lo->key), b = (double)float_of(hi->key);
-    const int32_t key = key_of((float)(b - (b - a) * part));
+    const int32_t key = key_of((float)(b - (b - a) * (turn % 3 == 0 ? part : 0.5)));
 
-    if (half || !isfinite(a) || !isfinite(b))
+    if (turn % 3 == 2 || !isfinite(a) || !isfinite(b))
         return (int32_t)(((int64_t)lo->key + hi->key) >> 1);
     return HX_MIN(HX_MAX(key, lo->key + 1), hi->key - 1);
 }
@@ -110,10 +125,11 @@ static prefix find_prefix(const field *f, int64_t count, double mass)
     level lo = f->lo, hi = f->hi;
     int64_t near[FEW];
 
-    for (bool half = false; lo.count - hi.count > FEW && lo.key + 1 < hi.key; half = !half) {
-        const double part = weigh ? (mass - hi.mass) / (lo.mass - hi.mass)
-                                  : (double)(count - hi.count) / (double)(lo.count - hi.count);
-        const level mid = level_at(f, float_of(between(&lo, &hi, part, half)));
+    for (int turn = 0; lo.count - hi.count > FEW && lo.key + 1 < hi.key; turn++) {
+        const double part =
+            weigh ? (mass - hi.mass) / (lo.mass - hi.mass)
+                  : (double)(count - hi.count) / (double)(lo.count - hi.count);
+        const level mid = level_at(f, float_of(between(&lo, &hi, part, turn)));
 
         if (mid.count >= count || (weigh && mid.mass > mass))
             lo = mid;
@@ -121,9 +137,12 @@ static prefix find_prefix(const field *f, int64_t count, double mass)
             hi = mid;
     }
     prefix r = { .last = -1, .count = hi.count, .mass = hi.mass };
-    const bool many = lo.count - hi.count > FEW;    /* all of one value: their order is known */
-    const int64_t n = many ? f->n : collect(f, float_of(lo.key), float_of(hi.key), near, FEW);
-    for (int64_t i = 0; i < n && (r.last < 0 || !(r.count >= count || (weigh && r.mass > mass))); i++) {
+    const bool many =
+        lo.count - hi.count > FEW; /* all of one value: their order is known */
+    const int64_t n =
+        many ? f->n : collect(f, float_of(lo.key), under(hi.key), near, FEW);
+    for (int64_t i = 0;
+         i < n && (r.last < 0 || !(r.count >= count || (weigh && r.mass > mass))); i++) {
         const int64_t at = many ? i : near[i];
 
         if (many && f->x[at] != float_of(lo.key))
@@ -137,14 +156,9 @@ static prefix find_prefix(const field *f, int64_t count, double mass)
 
 /* ---- selection of pools ---------------------------------------------- */
 
-typedef struct {
-    hx_cpu_call        c;
-    const hx_topk_args *a;
-    const hx_span      *span;
-} topk_call;
-
 /* Writes the indices of the k best scores, ascending. NaN counts as the lowest. */
-static void pick_best(const hx_kern *v, const float *score, int64_t n, int64_t k, int32_t *pick)
+static void pick_best(const hx_kern *v, const float *score, int64_t n, int64_t k,
+                      int32_t *pick)
 {
     bool nan;
     const field f = field_of(v, score, NULL, n, v->peak(score, n, &nan));
@@ -156,50 +170,50 @@ static void pick_best(const hx_kern *v, const float *score, int64_t n, int64_t k
     for (int64_t i = 0, got = 0; got < k; i++) {
         if (nan_left == 0)
             i += v->find(score + i, n - i, lo, INFINITY);
-        if (last >= 0 ? i == last || before(&f, i, last) : score[i] >= lo || nan_left-- > 0)
+        if (last >= 0 ? i == last || before(&f, i, last)
+                      : score[i] >= lo || nan_left-- > 0)
             pick[got++] = (int32_t)i;
     }
 }
 
 static void topk_part(void *ud, int64_t begin, int64_t end, int worker)
 {
-    const topk_call *t = ud;
-    const hx_topk_args *a = t->a;
+    const hx_cpu_call *c = ud;
+    const hx_topk_args *a = c->args;
 
     (void)worker;
     for (int64_t i = begin; i < end; i++) {
-        const int64_t row = t->span->row0 + i, n = (t->span->pos0 + i + 1) / a->pool_n;
+        const hx_cpu_rows b = hx_cpu_find_block(&a->rows, 1, i);
+        const int64_t row = b.span->row0 + b.t0,
+                      n = (b.span->pos0 + b.t0 + 1) / a->pool_n;
         const int64_t k = HX_MIN(a->k, n);
 
         ((int32_t *)a->n_pick.p)[row] = (int32_t)k;
-        pick_best(t->c.v, (const float *)a->score.p + row * a->ld_score, n, k,
+        pick_best(c->v, (const float *)a->score.p + row * a->ld_score, n, k,
                   (int32_t *)a->pick.p + row * a->k);
     }
 }
 
 int hx_cpu_topk(hx_dev *d, const hx_topk_args *a, hx_err *err)
 {
-    topk_call t = { .c = { .dev = d, .v = hx_cpu_kern(d) }, .a = a };
-
     (void)err;
-    for (t.span = a->rows.span; t.span < a->rows.span + a->rows.n_span; t.span++)
-        hx_pool_run(d->pool, t.span->n_row, HX_MAX(8192 / (t.span->pos0 + 1), 1), topk_part, &t);
-    return 0;
+    return hx_cpu_run(d, topk_part, a, hx_cpu_count_blocks(&a->rows, 1),
+                      8 * a->ld_score + 8192);
 }
 
 /* ---- sampling -------------------------------------------------------- */
 
-/* What is known of one row. Candidates are the entries that lie near the best, copied with
- * their ids, when these suffice. */
+/* What is known of one row. Candidates are the entries that lie near the best, copied
+ * with their ids, when these suffice. */
 typedef struct {
     const hx_sample_row *s;
-    field       all;            /* ids 0 .. n_token - 1 */
-    float      *own;            /* [n_vocab] of scratch: adjusted logits */
-    float      *weight;         /* [n_vocab] of scratch: exp((x - best) / temperature) */
-    float       best;
-    double      total;          /* of the weights */
-    float       near_x[NEAR], near_p[NEAR];
-    int32_t     near_id[NEAR];
+    field all;     /* ids 0 .. n_token - 1 */
+    float *own;    /* [n_vocab] of scratch: adjusted logits */
+    float *weight; /* [n_vocab] of scratch: exp((x - best) / temperature) */
+    float best;
+    double total; /* of the weights */
+    float near_x[NEAR], near_p[NEAR];
+    int32_t near_id[NEAR];
 } sampling;
 
 static void ban_by_mask(float *x, const uint32_t *mask, int64_t n)
@@ -242,8 +256,8 @@ static void adjust(sampling *w, const float *logits)
     w->all.x = x;
 }
 
-/* Whether the entries of a level hold everything that the row's filters and the draw u may
- * keep. */
+/* Whether the entries of a level hold everything that the row's filters and the draw u
+ * may keep. */
 static bool suffices(const sampling *w, const level *l, double u)
 {
     const hx_sample_row *s = w->s;
@@ -253,14 +267,15 @@ static bool suffices(const sampling *w, const level *l, double u)
     if (s->top_p > 0 && s->top_p < 1)
         return l->mass > (double)s->top_p * w->total;
     if (s->min_p > 0)
-        return (double)(float_of(l->key) - w->best) <= log((double)s->min_p) * (double)s->temperature;
+        return (double)(float_of(l->key) - w->best) <=
+               log((double)s->min_p) * (double)s->temperature;
     return l->mass > u * w->total;
 }
 
 /* What to draw from with u; *id maps entries to ids, NULL: they are ids. */
 static field candidates(sampling *w, double u, const int32_t **id)
 {
-    static const float reach[] = { 4, 12, 24 };     /* nats below the best */
+    static const float reach[] = { 4, 12, 24 }; /* nats below the best */
     field f = w->all;
 
     *id = NULL;
@@ -307,8 +322,10 @@ static int32_t draw(sampling *w)
     if (s->min_p > 0) {
         prefix likely;
 
-        likely.count = f.v->tally(f.x, f.p, (float)((double)w->best + log((double)s->min_p) *
-                                  (double)s->temperature), f.n, &likely.mass);
+        likely.count = f.v->tally(
+            f.x, f.p,
+            (float)((double)w->best + log((double)s->min_p) * (double)s->temperature),
+            f.n, &likely.mass);
         if (likely.count <= kept.count)
             kept = likely;
     }
@@ -326,12 +343,17 @@ static void report(const sampling *w, const hx_sample_args *a, int64_t r, int32_
 
     if (!s->want_logprob && s->n_top == 0)
         return;
-    const double mass = s->temperature == 1 ? w->total : v->weigh(NULL, x, w->best, 1, w->all.n);
+    const double mass =
+        s->temperature == 1 ? w->total : v->weigh(NULL, x, w->best, 1, w->all.n);
     const double norm = (double)w->best + log(mass);
     if (s->want_logprob)
         ((float *)a->logprob.p)[r] = (float)((double)x[id] - norm);
     if (s->n_top > 0) {
-        const field f = field_of(v, x, NULL, w->all.n, w->best);
+        field f = field_of(v, x, NULL, w->all.n, w->best);
+        const level likely = level_at(&f, w->best - 16);
+
+        if (likely.count >= s->n_top)
+            f.lo = likely;
         const prefix p = find_prefix(&f, s->n_top, INFINITY);
 
         /* All above the last, then that one and its equals of lower index. */
@@ -345,8 +367,8 @@ static void report(const sampling *w, const hx_sample_args *a, int64_t r, int32_
         const bool real = i < n && x[top[i]] > -INFINITY;
 
         ((hx_choice *)a->top.p)[MAX_TOP * r + i] =
-            real ? (hx_choice){ (int32_t)top[i], (float)((double)x[top[i]] - norm) }
-                 : (hx_choice){ -1, -INFINITY };
+            real ? (hx_choice) { (int32_t)top[i], (float)((double)x[top[i]] - norm) }
+                 : (hx_choice) { -1, -INFINITY };
     }
 }
 
@@ -372,7 +394,8 @@ static int32_t choose(sampling *w, const hx_sample_args *a, int64_t r)
         return ALL_BANNED;
     int32_t id = (int32_t)v->find(w->all.x, w->all.n, w->best, w->best);
     if (s->temperature > 0) {
-        w->total = v->weigh(w->weight, w->all.x, w->best, 1 / s->temperature, w->all.n);
+        w->total = v->weigh(w->weight, w->all.x, w->best,
+                            fminf(1 / s->temperature, 1e30f), w->all.n);
         w->all = field_of(v, w->all.x, w->weight, w->all.n, w->best);
         w->all.lo.mass = w->total;
         id = draw(w);
@@ -391,7 +414,9 @@ static void sample_part(void *ud, int64_t begin, int64_t end, int worker)
         w->s = &a->row[r];
         w->own = (float *)a->scratch.p + r * 2 * a->n_vocab;
         w->weight = w->own + a->n_vocab;
-        w->all = (field){ .v = c->v, .x = (const float *)a->logits.p + r * a->n_vocab, .n = a->n_token };
+        w->all = (field) { .v = c->v,
+                           .x = (const float *)a->logits.p + r * a->n_vocab,
+                           .n = a->n_token };
         ((int32_t *)a->id.p)[r] = choose(w, a, r);
     }
 }

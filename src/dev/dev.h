@@ -14,6 +14,10 @@
 
 #include "base/base.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 /* ---- buffers --------------------------------------------------------- */
 
 typedef struct { void *p; size_t n; } hx_buf;       /* memory of a device; n in bytes */
@@ -353,4 +357,7 @@ static inline hx_buf hx_buf_at(hx_buf b, size_t offset_bytes)
     return (hx_buf){ (char *)b.p + offset_bytes, b.n - offset_bytes };
 }
 
+#ifdef __cplusplus
+}
+#endif
 #endif

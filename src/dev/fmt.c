@@ -1,5 +1,6 @@
-/* fmt.c - the table of weight formats: names, sizes, and the exact expansion to f32. Called by
- * loaders, tools and tests; never inside a step. Decoding itself is in fmt_*.h. */
+/* fmt.c - the table of weight formats: names, sizes, and the exact expansion to f32.
+ * Called by loaders, tools and tests; never inside a step. Decoding itself is in fmt_*.h.
+ */
 #include "dev/fmt_exl3.h"
 #include "dev/fmt_fp8.h"
 
@@ -9,7 +10,7 @@ enum { BLOCK = HX_CANON_BLOCK };
 
 static const struct {
     const char *name;
-    int         bits;
+    int bits;
 } formats[HX_N_FMT] = {
 #define X(id, text, bit_n) [HX_FMT_##id] = { text, bit_n },
     HX_FORMATS(X)
@@ -52,8 +53,8 @@ static void rotate(double *v, int step)
             }
 }
 
-/* diag(suh) P What P diag(svh) of one 128 x 128 block. Exact in double up to the one rounding:
- * What has 16 bits, its rotation 14 more, the scales 22. */
+/* diag(suh) P What P diag(svh) of one 128 x 128 block. Exact in double up to the one
+ * rounding: What has 16 bits, its rotation 14 more, the scales 22. */
 static void expand_block(const hx_mat *m, int64_t k0, int64_t n0, double *w, float *out)
 {
     float tile[256];
@@ -70,8 +71,9 @@ static void expand_block(const hx_mat *m, int64_t k0, int64_t n0, double *w, flo
         rotate(w + i, BLOCK);
     for (int64_t n = n0; n < HX_MIN(n0 + BLOCK, m->n); n++)
         for (int64_t k = k0; k < HX_MIN(k0 + BLOCK, m->k); k++)
-            out[n * m->k + k] = (float)(w[(k - k0) * BLOCK + n - n0] / BLOCK *
-                                        ((double)hx_f16_at(m->suh, k) * (double)hx_f16_at(m->svh, n)));
+            out[n * m->k + k] =
+                (float)(w[(k - k0) * BLOCK + n - n0] / BLOCK *
+                        ((double)hx_f16_at(m->suh, k) * (double)hx_f16_at(m->svh, n)));
 }
 
 int hx_mat_expand(const hx_mat *m, float *out, hx_err *err)
@@ -79,8 +81,9 @@ int hx_mat_expand(const hx_mat *m, float *out, hx_err *err)
     double *w;
 
     if (m->fmt == HX_FMT_EXL3) {
-        if ((w = hx_new(double, BLOCK * BLOCK)) == NULL)
-            return hx_fail(err, HX_ENOMEM, "matrix [%lld, %lld]: no memory for a block to expand it",
+        if ((w = hx_new(double, BLOCK *BLOCK)) == NULL)
+            return hx_fail(err, HX_ENOMEM,
+                           "matrix [%lld, %lld]: no memory for a block to expand it",
                            (long long)m->n, (long long)m->k);
         for (int64_t k = 0; k < m->k; k += BLOCK)
             for (int64_t n = 0; n < m->n; n += BLOCK)
@@ -106,7 +109,8 @@ int hx_mat_expand(const hx_mat *m, float *out, hx_err *err)
                 out[i] = hx_fp8_at(m->w, i) * hx_fp8_scale(m, n, k);
                 break;
             default:
-                return hx_fail(err, HX_EUNSUP, "matrix of unknown format %d", (int)m->fmt);
+                return hx_fail(err, HX_EUNSUP, "matrix of unknown format %d",
+                               (int)m->fmt);
             }
         }
     return 0;

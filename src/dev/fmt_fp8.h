@@ -1,6 +1,6 @@
 /* fmt_fp8.h - weight format FP8 (E4M3, no infinities; Micikevicius et al. 2022,
- * arXiv:2209.05433) with one f32 scale per block of block_n x block_k weights. One text for C and
- * CUDA, used by every backend. A weight is value * scale. */
+ * arXiv:2209.05433) with one f32 scale per block of block_n x block_k weights. One text
+ * for C and CUDA, used by every backend. A weight is value * scale. */
 #ifndef HX_FMT_FP8_H
 #define HX_FMT_FP8_H
 

@@ -1,6 +1,7 @@
-/* fmt_plain.h - weight formats F32, F16 and BF16: conversions of single values, one text for
- * C and CUDA. Used by every backend. Rows are stored one after the other, little-endian, at any
- * alignment. No conversion may depend on _Float16, __fp16 or the rounding mode. */
+/* fmt_plain.h - weight formats F32, F16 and BF16: conversions of single values, one text
+ * for C and CUDA. Used by every backend. Rows are stored one after the other,
+ * little-endian, at any alignment. No conversion may depend on _Float16, __fp16 or the
+ * rounding mode. */
 #ifndef HX_FMT_PLAIN_H
 #define HX_FMT_PLAIN_H
 
@@ -10,9 +11,9 @@ HX_HD float hx_f16_to(uint16_t h)
 {
     const uint32_t sign = (uint32_t)(h & 0x8000) << 16, mag = h & 0x7FFFu;
 
-    if (mag >= 0x7C00)          /* infinity, NaN */
+    if (mag >= 0x7C00) /* infinity, NaN */
         return hx_float_of(sign | 0x7F800000u | (mag & 0x3FF) << 13);
-    if (mag < 0x0400)           /* 0 and subnormal: a multiple of 2^-24 */
+    if (mag < 0x0400) /* 0 and subnormal: a multiple of 2^-24 */
         return hx_float_of(sign | hx_bits_of((float)mag * 0x1p-24f));
     return hx_float_of(sign | ((mag << 13) + ((127 - 15) << 23)));
 }
@@ -25,9 +26,9 @@ HX_HD uint16_t hx_f16_from(float x)
 
     if (mag > 0x7F800000u)
         h = 0x7E00;
-    else if (mag >= 0x477FF000u)        /* 65520: half way past the largest */
+    else if (mag >= 0x477FF000u) /* 65520: half way past the largest */
         h = 0x7C00;
-    else if (mag < 0x38800000u)         /* below 2^-14: the sum rounds at 2^-24 */
+    else if (mag < 0x38800000u) /* below 2^-14: the sum rounds at 2^-24 */
         h = hx_bits_of(hx_float_of(mag) + 0.5f) - hx_bits_of(0.5f);
     else
         h = (mag - ((127 - 15) << 23) + 0xFFF + (mag >> 13 & 1)) >> 13;

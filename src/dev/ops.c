@@ -1,9 +1,9 @@
 /* ops.c - devices by name, their memory, and one checked entry per operation.
  *
- * Called by model (operations) and engine (open, close, memory). Every argument is checked
- * here, once for all backends, and the backend's table is called; backends trust what they
- * get. Nothing here computes. Both backends run on the host, so ids and picks are read here
- * too; a backend with memory of its own must check those where they lie. */
+ * Called by model (operations) and engine (open, close, memory). Every argument is
+ * checked here, once for all backends, and the backend's table is called; backends trust
+ * what they get. Nothing here computes. Both backends run on the host, so ids and picks
+ * are read here too; a backend with memory of its own must check those where they lie. */
 #include <math.h>
 #include <stdio.h>
 
@@ -11,10 +11,10 @@
 #include "dev/ref.h"
 
 enum {
-    MAX_STREAMS = 8,    /* residual streams; backends keep per-row arrays of them */
+    MAX_STREAMS = 8, /* residual streams; backends keep per-row arrays of them */
     MAX_TAPS = 8,
     MAX_POOL = 8,
-    MAX_TOP = 20,       /* alternatives of a sampled row */
+    MAX_TOP = 20, /* alternatives of a sampled row */
 };
 
 /* ---- checks ---------------------------------------------------------- */
@@ -22,11 +22,11 @@ enum {
 /* The first failed check of a call; later ones do nothing. */
 typedef struct {
     const char *op;
-    hx_err     *err;
-    int         rc;
+    hx_err *err;
+    int rc;
 } check;
 
-enum { F32 = 4, I32 = 4 };      /* bytes */
+enum { F32 = 4, I32 = 4 }; /* bytes */
 
 #define REFUSE(c, ...)                                                                   \
     do {                                                                                 \
@@ -45,14 +45,17 @@ static void range(check *c, const char *name, int64_t v, int64_t lo, int64_t hi)
 static void at_least(check *c, const char *name, int64_t v, int64_t lo)
 {
     if (v < lo)
-        REFUSE(c, "%s: %s is %lld, must be at least %lld", c->op, name, (long long)v, (long long)lo);
+        REFUSE(c, "%s: %s is %lld, must be at least %lld", c->op, name, (long long)v,
+               (long long)lo);
 }
 
-/* Four dimensions; unused ones are 1. False when the product overflows or one is negative. */
+/* Four dimensions; unused ones are 1. False when the product overflows or one is
+ * negative. */
 static bool volume(int64_t a, int64_t b, int64_t d, int64_t e, size_t *out)
 {
     return a >= 0 && b >= 0 && d >= 0 && e >= 0 && hx_mul((size_t)a, (size_t)b, out) &&
-           hx_mul(*out, (size_t)d, out) && hx_mul(*out, (size_t)e, out) && *out <= PTRDIFF_MAX;
+           hx_mul(*out, (size_t)d, out) && hx_mul(*out, (size_t)e, out) &&
+           *out <= PTRDIFF_MAX;
 }
 
 /* b holds n bytes and is aligned for items of size bytes. */
@@ -66,28 +69,30 @@ static void holds(check *c, const char *name, hx_buf b, size_t n, size_t size)
         REFUSE(c, "%s: %s is not aligned to %zu bytes", c->op, name, size);
 }
 
-static void dense(check *c, const char *name, hx_buf b, int64_t n0, int64_t n1, int64_t n2)
+static void dense(check *c, const char *name, hx_buf b, int64_t n0, int64_t n1,
+                  int64_t n2)
 {
     size_t n;
 
     if (!volume(n0, n1, n2, F32, &n))
-        REFUSE(c, "%s: %s: shape [%lld, %lld, %lld] is negative or too large", c->op, name,
-               (long long)n0, (long long)n1, (long long)n2);
+        REFUSE(c, "%s: %s: shape [%lld, %lld, %lld] is negative or too large", c->op,
+               name, (long long)n0, (long long)n1, (long long)n2);
     else
         holds(c, name, b, n, F32);
 }
 
 /* rows of dim floats, ld floats apart. */
-static void strided(check *c, const char *name, hx_buf b, int64_t rows, int64_t dim, int64_t ld)
+static void strided(check *c, const char *name, hx_buf b, int64_t rows, int64_t dim,
+                    int64_t ld)
 {
     size_t n;
 
     if (ld < dim)
-        REFUSE(c, "%s: rows of %s are %lld floats apart, must be at least %lld", c->op, name,
-               (long long)ld, (long long)dim);
+        REFUSE(c, "%s: rows of %s are %lld floats apart, must be at least %lld", c->op,
+               name, (long long)ld, (long long)dim);
     else if (!volume(rows, ld, 1, F32, &n))
-        REFUSE(c, "%s: %s: %lld rows of %lld floats are negative or too large", c->op, name,
-               (long long)rows, (long long)ld);
+        REFUSE(c, "%s: %s: %lld rows of %lld floats are negative or too large", c->op,
+               name, (long long)rows, (long long)ld);
     else if (rows > 0)
         holds(c, name, b, n - (size_t)(ld - dim) * F32, F32);
 }
@@ -99,63 +104,71 @@ static void not_negative(check *c, const char *name, float v)
 }
 
 /* i32 ids, each lo .. hi - 1. */
-static void ids_in(check *c, const char *name, hx_buf b, int64_t n, int64_t lo, int64_t hi)
+static void ids_in(check *c, const char *name, hx_buf b, int64_t n, int64_t lo,
+                   int64_t hi)
 {
     dense(c, name, b, n, 1, 1);
     for (int64_t i = 0; i < n && c->rc == 0; i++) {
         const int32_t id = ((const int32_t *)b.p)[i];
 
         if (id < lo || id >= hi)
-            REFUSE(c, "%s: %s[%lld] is %d, must be %lld to %lld", c->op, name, (long long)i, id,
-                   (long long)lo, (long long)hi - 1);
+            REFUSE(c, "%s: %s[%lld] is %d, must be %lld to %lld", c->op, name,
+                   (long long)i, id, (long long)lo, (long long)hi - 1);
     }
 }
 
 static void mat_exl3(check *c, const char *name, const hx_mat *m)
 {
-    const bool half = m->k2 % 2 != 0;       /* half bits exist below 4 and for MUL1 only */
+    const bool half = m->k2 % 2 != 0; /* half bits exist below 4 and for MUL1 only */
 
     if (m->suh == NULL || m->svh == NULL)
         REFUSE(c, "%s: %s has no suh or svh", c->op, name);
-    else if (m->k2 < 2 || m->k2 > 16 || (half && (m->k2 > 7 || m->codebook != HX_CB_MUL1)))
-        REFUSE(c, "%s: %s has 2 x bits = %d; 2 to 16, odd ones 3, 5, 7 with mul1 only", c->op,
-               name, m->k2);
+    else if (m->k2 < 2 || m->k2 > 16 ||
+             (half && (m->k2 > 7 || m->codebook != HX_CB_MUL1)))
+        REFUSE(c, "%s: %s has 2 x bits = %d; 2 to 16, odd ones 3, 5, 7 with mul1 only",
+               c->op, name, m->k2);
     else if ((unsigned)m->codebook >= HX_N_CB)
         REFUSE(c, "%s: %s has unknown codebook %d", c->op, name, (int)m->codebook);
     else if (m->n_pad != (m->n + 127) / 128 * 128 || m->k_pad != (m->k + 127) / 128 * 128)
-        REFUSE(c, "%s: %s [%lld, %lld] is padded to [%lld, %lld], must be the next multiples of 128",
+        REFUSE(c,
+               "%s: %s [%lld, %lld] is padded to [%lld, %lld], must be the next "
+               "multiples of 128",
                c->op, name, (long long)m->n, (long long)m->k, (long long)m->n_pad,
                (long long)m->k_pad);
 }
 
 /* n, k: expected, or 0 for any. */
-static void mat(check *c, const char *name, const hx_mat *m, bool plain, int64_t n, int64_t k)
+static void mat(check *c, const char *name, const hx_mat *m, bool plain, int64_t n,
+                int64_t k)
 {
     size_t bytes;
 
     if (m == NULL || m->w == NULL)
         REFUSE(c, "%s: matrix %s is missing", c->op, name);
     else if ((unsigned)m->fmt >= HX_N_FMT || (plain && m->fmt == HX_FMT_EXL3))
-        REFUSE(c, "%s: matrix %s has a format that this operation does not take (%s)", c->op, name,
+        REFUSE(c, "%s: matrix %s has a format that this operation does not take (%s)",
+               c->op, name,
                (unsigned)m->fmt < HX_N_FMT ? hx_fmt_name(m->fmt) : "unknown");
     else if (m->n < 1 || m->k < 1 || !volume(m->n, m->k, sizeof(double), 1, &bytes))
-        REFUSE(c, "%s: matrix %s is [%lld, %lld]", c->op, name, (long long)m->n, (long long)m->k);
+        REFUSE(c, "%s: matrix %s is [%lld, %lld]", c->op, name, (long long)m->n,
+               (long long)m->k);
     else if ((n > 0 && m->n != n) || (k > 0 && m->k != k))
         REFUSE(c, "%s: matrix %s is [%lld, %lld], expected [%lld, %lld]", c->op, name,
                (long long)m->n, (long long)m->k, (long long)(n > 0 ? n : m->n),
                (long long)(k > 0 ? k : m->k));
-    else if (m->fmt == HX_FMT_FP8 && (m->scale == NULL || m->block_n < 1 || m->block_k < 1))
-        REFUSE(c, "%s: matrix %s has no scales, or blocks of %d x %d", c->op, name, m->block_n,
-               m->block_k);
+    else if (m->fmt == HX_FMT_FP8 &&
+             (m->scale == NULL || m->block_n < 1 || m->block_k < 1))
+        REFUSE(c, "%s: matrix %s has no scales, or blocks of %d x %d", c->op, name,
+               m->block_n, m->block_k);
     else if (m->fmt == HX_FMT_EXL3)
         mat_exl3(c, name, m);
 }
 
 /* What a call does with the spans' positions. */
 enum {
-    OWNS = 1,       /* writes state of the slot: a slot at most once */
-    COMMITS = 2,    /* folds pending rows */
-    PENDS = 4,      /* its rows become pending */
+    OWNS = 1,    /* writes state of the slot: a slot at most once */
+    COMMITS = 2, /* folds pending rows */
+    PENDS = 4,   /* its rows become pending */
 };
 
 static void span_ok(check *c, const hx_rows *rows, int32_t i, int use)
@@ -166,15 +179,18 @@ static void span_ok(check *c, const hx_rows *rows, int32_t i, int use)
     if (s->slot < 0)
         REFUSE(c, "%s: span %d: slot %d", c->op, i, s->slot);
     else if (s->n_row < 0 || s->row0 < first || (int64_t)s->row0 + s->n_row > rows->n_row)
-        REFUSE(c, "%s: span %d: %d rows from %d on, expected rows %lld to %lld in order", c->op, i,
-               s->n_row, s->row0, (long long)first, (long long)rows->n_row - 1);
+        REFUSE(c, "%s: span %d: %d rows from %d on, expected rows %lld to %lld in order",
+               c->op, i, s->n_row, s->row0, (long long)first, (long long)rows->n_row - 1);
     else if (s->pos0 < 0 || (int64_t)s->pos0 + s->n_row > INT32_MAX)
-        REFUSE(c, "%s: span %d: %d rows from position %d on", c->op, i, s->n_row, s->pos0);
-    else if ((use & COMMITS) != 0 && (s->commit < 0 || s->commit > HX_MIN(HX_PEND_MAX, s->pos0)))
-        REFUSE(c, "%s: span %d: %d pending rows to fold at position %d, must be 0 to %d", c->op, i,
-               s->commit, s->pos0, HX_MIN(HX_PEND_MAX, s->pos0));
+        REFUSE(c, "%s: span %d: %d rows from position %d on", c->op, i, s->n_row,
+               s->pos0);
+    else if ((use & COMMITS) != 0 &&
+             (s->commit < 0 || s->commit > HX_MIN(HX_PEND_MAX, s->pos0)))
+        REFUSE(c, "%s: span %d: %d pending rows to fold at position %d, must be 0 to %d",
+               c->op, i, s->commit, s->pos0, HX_MIN(HX_PEND_MAX, s->pos0));
     else if ((use & PENDS) != 0 && s->n_row > HX_PEND_MAX)
-        REFUSE(c, "%s: span %d: %d rows, a slot holds %d pending", c->op, i, s->n_row, HX_PEND_MAX);
+        REFUSE(c, "%s: span %d: %d rows, a slot holds %d pending", c->op, i, s->n_row,
+               HX_PEND_MAX);
     for (int32_t j = 0; j < i && (use & OWNS) != 0; j++)
         if (rows->span[j].slot == s->slot)
             REFUSE(c, "%s: spans %d and %d share slot %d", c->op, j, i, s->slot);
@@ -191,28 +207,31 @@ static void spans(check *c, const hx_rows *rows, int use)
 }
 
 /* Every slot of the spans has its [n1, n2] floats in b. */
-static void slots(check *c, const char *name, hx_buf b, const hx_rows *rows, int64_t n1, int64_t n2)
+static void slots(check *c, const char *name, hx_buf b, const hx_rows *rows, int64_t n1,
+                  int64_t n2)
 {
     for (int32_t i = 0; i < rows->n_span && c->rc == 0; i++)
         dense(c, name, b, (int64_t)rows->span[i].slot + 1, n1, n2);
 }
 
 /* Pages of one slot for items from .. to - 1, per to a page. */
-static void pages_of(check *c, const char *name, const hx_pages *g, int32_t slot, int64_t from,
-                     int64_t to, int64_t per)
+static void pages_of(check *c, const char *name, const hx_pages *g, int32_t slot,
+                     int64_t from, int64_t to, int64_t per)
 {
     for (int64_t p = from / per; p * per < to && c->rc == 0; p++) {
         const int32_t id = p < g->max_page ? g->table[slot * g->max_page + p] : -1;
 
         if (id < 0 || id >= g->n_page)
-            REFUSE(c, "%s: %s: slot %d has no page for positions from %lld on (entry %d of %lld pages)",
+            REFUSE(c,
+                   "%s: %s: slot %d has no page for positions from %lld on (entry %d of "
+                   "%lld pages)",
                    c->op, name, slot, (long long)(p * HX_PAGE), id, (long long)g->n_page);
     }
 }
 
 /* Paged memory, items of unit positions each. whole: also what earlier calls stored. */
-static void pages(check *c, const char *name, const hx_pages *g, const hx_rows *rows, int64_t unit,
-                  bool whole)
+static void pages(check *c, const char *name, const hx_pages *g, const hx_rows *rows,
+                  int64_t unit, bool whole)
 {
     const int64_t per = HX_PAGE / unit;
     size_t n;
@@ -245,8 +264,8 @@ static void pool_size(check *c, int64_t n)
 {
     range(c, "positions of a pool", n, 1, MAX_POOL);
     if (c->rc == 0 && HX_PAGE % n != 0)
-        REFUSE(c, "%s: pools of %lld positions do not divide a page of %d", c->op, (long long)n,
-               HX_PAGE);
+        REFUSE(c, "%s: pools of %lld positions do not divide a page of %d", c->op,
+               (long long)n, HX_PAGE);
 }
 
 /* Pools that the last row of any span sees. */
@@ -312,8 +331,11 @@ static void check_head_matmul(check *c, const hx_head_matmul_args *a)
     range(c, "first", a->first, 0, a->w->n - a->n);
     range(c, "stride", a->stride, 1, a->w->n);
     if (c->rc == 0 && a->heads - 1 > (a->w->n - a->first - a->n) / a->stride)
-        REFUSE(c, "head_matmul: %lld heads of %lld rows, %lld apart from row %lld on, do not fit a "
-               "matrix of %lld rows", (long long)a->heads, (long long)a->n, (long long)a->stride,
+        REFUSE(c,
+               "head_matmul: %lld heads of %lld rows, %lld apart from row %lld on, do "
+               "not fit a "
+               "matrix of %lld rows",
+               (long long)a->heads, (long long)a->n, (long long)a->stride,
                (long long)a->first, (long long)a->w->n);
     dense(c, "x", a->x, a->rows, a->heads, a->transposed ? a->n : a->w->k);
     dense(c, "y", a->y, a->rows, a->heads, a->transposed ? a->w->k : a->n);
@@ -466,7 +488,8 @@ static void check_index_score(check *c, const hx_index_score_args *a)
     pages(c, "pool", &a->pool, &a->rows, a->pool_n, true);
     dense(c, "q", a->q, a->rows.n_row, a->heads, a->pool.width);
     dense(c, "w", a->w, a->rows.n_row, a->heads, 1);
-    strided(c, "score", a->score, a->rows.n_row, most_pools(&a->rows, a->pool_n), a->ld_score);
+    strided(c, "score", a->score, a->rows.n_row, most_pools(&a->rows, a->pool_n),
+            a->ld_score);
 }
 
 static void check_topk(check *c, const hx_topk_args *a)
@@ -478,7 +501,8 @@ static void check_topk(check *c, const hx_topk_args *a)
         return;
     dense(c, "pick", a->pick, a->rows.n_row, a->k, 1);
     dense(c, "n_pick", a->n_pick, a->rows.n_row, 1, 1);
-    strided(c, "score", a->score, a->rows.n_row, most_pools(&a->rows, a->pool_n), a->ld_score);
+    strided(c, "score", a->score, a->rows.n_row, most_pools(&a->rows, a->pool_n),
+            a->ld_score);
 }
 
 /* Picks ascend, so that the first and the last bound them. */
@@ -493,8 +517,8 @@ static void picks(check *c, const hx_mla_attend_args *a, const hx_span *s)
             REFUSE(c, "mla_attend: row %lld picks %d pools of %lld visible, at most %lld",
                    (long long)row, n, (long long)seen, (long long)a->k_pick);
         else if (n > 0 && (pick[0] < 0 || pick[n - 1] >= seen))
-            REFUSE(c, "mla_attend: row %lld picks pools %d to %d of %lld visible", (long long)row,
-                   pick[0], pick[n - 1], (long long)seen);
+            REFUSE(c, "mla_attend: row %lld picks pools %d to %d of %lld visible",
+                   (long long)row, pick[0], pick[n - 1], (long long)seen);
         else if (n == 0 && (s->pos0 + t + 1) % a->pool_n == 0)
             REFUSE(c, "mla_attend: row %lld attends nothing", (long long)row);
     }
@@ -540,7 +564,8 @@ static void check_moe(check *c, const hx_moe_args *a)
     range(c, "active experts", a->active, 1, a->n_expert);
     not_negative(c, "limit", a->limit);
     if (x == NULL || !volume(a->rows, a->active, I32, 1, &n_pick))
-        REFUSE(c, "moe: experts are missing, or too many rows (%lld)", (long long)a->rows);
+        REFUSE(c, "moe: experts are missing, or too many rows (%lld)",
+               (long long)a->rows);
     if (c->rc != 0)
         return;
     const int64_t d = x[0].gate.k, f = x[0].gate.n;
@@ -572,13 +597,18 @@ static void list_in(check *c, const char *name, const int32_t *id, int64_t n, in
 {
     at_least(c, name, n, 0);
     if (c->rc == 0 && n > 0)
-        ids_in(c, name, (hx_buf){ (void *)(uintptr_t)id, (size_t)n * I32 }, n, 0, hi);
+        ids_in(c, name, (hx_buf) { (void *)(uintptr_t)id, (size_t)n * I32 }, n, 0, hi);
 }
 
 static void sample_row(check *c, const hx_sample_row *s, int64_t n_vocab)
 {
-    const struct { const char *name; float v; } at[] = {
-        { "temperature", s->temperature }, { "top_p", s->top_p }, { "min_p", s->min_p },
+    const struct {
+        const char *name;
+        float v;
+    } at[] = {
+        { "temperature", s->temperature },
+        { "top_p", s->top_p },
+        { "min_p", s->min_p },
         { "repeat", s->repeat },
     };
 
@@ -645,7 +675,9 @@ static const backend backends[] = {
 };
 
 static const char *const isa_names[HX_N_ISA] = {
-    [HX_ISA_SCALAR] = "scalar", [HX_ISA_AVX2] = "avx2", [HX_ISA_AVX512] = "avx512",
+    [HX_ISA_SCALAR] = "scalar",
+    [HX_ISA_AVX2] = "avx2",
+    [HX_ISA_AVX512] = "avx512",
 };
 
 static const backend *find_backend(const char *name)
@@ -674,7 +706,8 @@ static int choose_isa(hx_dev *d, const char *name, hx_err *err)
         d->isa = "double";
         if (name == NULL || strcmp(name, d->isa) == 0)
             return 0;
-        return hx_fail(err, HX_EARG, "device ref: instruction set %s; it has only %s", name, d->isa);
+        return hx_fail(err, HX_EARG, "device ref: instruction set %s; it has only %s",
+                       name, d->isa);
     }
     for (int i = HX_N_ISA; i-- > 0;) {
         if (name != NULL && strcmp(name, isa_names[i]) != 0)
@@ -685,11 +718,15 @@ static int choose_isa(hx_dev *d, const char *name, hx_err *err)
             return 0;
         }
         if (name != NULL)
-            return hx_fail(err, HX_EARG, "device cpu: this CPU lacks %s; leave the instruction set "
-                           "out to get the best there is", name);
+            return hx_fail(err, HX_EARG,
+                           "device cpu: this CPU lacks %s; leave the instruction set "
+                           "out to get the best there is",
+                           name);
     }
-    return hx_fail(err, HX_EARG, "device cpu: instruction set %s is unknown; there are avx512, avx2 "
-                   "and scalar", name);
+    return hx_fail(err, HX_EARG,
+                   "device cpu: instruction set %s is unknown; there are avx512, avx2 "
+                   "and scalar",
+                   name);
 }
 
 int hx_dev_open(hx_dev **out, const hx_dev_opt *opt, hx_err *err)
@@ -709,19 +746,20 @@ int hx_dev_open(hx_dev **out, const hx_dev_opt *opt, hx_err *err)
         goto fail;
     }
     if ((d = hx_new(hx_dev, 1)) == NULL) {
-        rc = hx_fail(err, HX_ENOMEM, "device %s: no memory for %zu bytes", name, sizeof(*d));
+        rc = hx_fail(err, HX_ENOMEM, "device %s: no memory for %zu bytes", name,
+                     sizeof(*d));
         goto fail;
     }
     d->ops = b->ops;
     if ((rc = choose_isa(d, opt->isa, err)) != 0 ||
-        (rc = hx_pool_open(&d->pool, opt->n_threads > 0 ? opt->n_threads : hx_sys_n_cpu(), opt->cpus,
-                           err)) != 0)
+        (rc = hx_pool_open(&d->pool, opt->n_threads > 0 ? opt->n_threads : hx_sys_n_cpu(),
+                           opt->cpus, err)) != 0)
         goto fail;
     const int n = hx_pool_size(d->pool);
     d->scratch_bytes = b->scratch_bytes(&opt->limits, n);
     if (d->scratch_bytes > 0 && (d->scratch = hx_map(d->scratch_bytes, false)) == NULL) {
-        rc = hx_fail(err, HX_ENOMEM, "device %s: no memory for %zu bytes of scratch", name,
-                     d->scratch_bytes);
+        rc = hx_fail(err, HX_ENOMEM, "device %s: no memory for %zu bytes of scratch",
+                     name, d->scratch_bytes);
         goto fail;
     }
     snprintf(d->text, sizeof(d->text), "%s (%s, %d thread%s)", d->ops->name, d->isa, n,
@@ -754,11 +792,12 @@ int hx_dev_alloc(hx_dev *d, hx_buf *out, size_t bytes, hx_err *err)
 {
     void *p = NULL;
 
-    *out = (hx_buf){ NULL, 0 };
-    if (bytes > 0 && (p = is_mapped(bytes) ? hx_map(bytes, true) : hx_alloc(bytes)) == NULL)
-        return hx_fail(err, HX_ENOMEM, "device %s: no memory for a buffer of %zu bytes", d->ops->name,
-                       bytes);
-    *out = (hx_buf){ p, bytes };
+    *out = (hx_buf) { NULL, 0 };
+    if (bytes > 0 &&
+        (p = is_mapped(bytes) ? hx_map(bytes, true) : hx_alloc(bytes)) == NULL)
+        return hx_fail(err, HX_ENOMEM, "device %s: no memory for a buffer of %zu bytes",
+                       d->ops->name, bytes);
+    *out = (hx_buf) { p, bytes };
     return 0;
 }
 
@@ -769,5 +808,5 @@ void hx_dev_free(hx_dev *d, hx_buf *b)
         hx_unmap(b->p, b->n);
     else
         hx_free(b->p);
-    *b = (hx_buf){ NULL, 0 };
+    *b = (hx_buf) { NULL, 0 };
 }

@@ -1,5 +1,5 @@
-/* ops_args_test.c - what hx_op_* refuses, and how devices open. The operations' results are
- * ops_test.c's. */
+/* ops_args_test.c - what hx_op_* refuses, and how devices open. The operations' results
+ * are ops_test.c's. */
 #include "dev/ops.c"
 
 #include "dev/ops_case.h"
@@ -20,10 +20,11 @@ static void test_short_buffers(void **state)
             if (b->size_at == NULL || b->n == 0)
                 continue;
             --*b->size_at;
-            if (op->call(device, t->args, &err) != HX_EARG || strstr(err.msg, b->name) == NULL)
+            if (op->call(device, t->args, &err) != HX_EARG ||
+                strstr(err.msg, b->name) == NULL)
                 fail_msg("%s: %s one byte short: \"%s\"", op->name, b->name, err.msg);
             ++*b->size_at;
-            if (b->role == IN)          /* some may be left out */
+            if (b->role == IN) /* some may be left out */
                 continue;
             *b->at = NULL;
             if (op->call(device, t->args, &err) != HX_EARG)
@@ -37,21 +38,23 @@ static void test_short_buffers(void **state)
     }
 }
 
-/* The first vector's arguments after an edit are refused with a sentence that holds word. */
+/* The first vector's arguments after an edit are refused with a sentence that holds word.
+ */
 #define REFUSED(op, word, ...)                                                           \
     do {                                                                                 \
         trial *t_ = new_trial(op_named(#op), vectors_##op, 1, 0);                        \
         hx_##op##_args *a = (void *)t_->args;                                            \
         hx_err err_ = { 0 };                                                             \
         __VA_ARGS__;                                                                     \
-        const int rc_ = hx_op_##op(device, a, &err_);                         \
+        const int rc_ = hx_op_##op(device, a, &err_);                                    \
         if (rc_ != HX_EARG || strstr(err_.msg, word) == NULL ||                          \
             strncmp(err_.msg, #op ":", sizeof(#op)) != 0)                                \
             fail_msg("%s: %s: %d \"%s\"", #op, #__VA_ARGS__, rc_, err_.msg);             \
         free_trial(t_);                                                                  \
     } while (0)
 #define REFUSED_SPAN(op, word, ...)                                                      \
-    REFUSED(op, word, hx_span s[8]; memcpy(s, a->rows.span, (size_t)a->rows.n_span * sizeof(*s)); \
+    REFUSED(op, word, hx_span s[8];                                                      \
+            memcpy(s, a->rows.span, (size_t)a->rows.n_span * sizeof(*s));                \
             a->rows.span = s; __VA_ARGS__)
 #define REFUSED_MAT(op, field, word, ...)                                                \
     REFUSED(op, word, hx_mat m = *a->field; a->field = &m; __VA_ARGS__)
@@ -96,12 +99,16 @@ static void test_refuses_shapes(void **state)
     REFUSED(moe, "expected [4, 3]", ((hx_expert *)(uintptr_t)a->expert)[2].down.n = 5);
     REFUSED(combine, "dim", a->dim = 0);
     REFUSED(sample, "n_token", a->n_token = 13);
-    REFUSED(sample, "temperature", hx_sample_row s[3] = { { .temperature = -1 } }; a->row = s);
+    REFUSED(sample, "temperature", hx_sample_row s[3] = { { .temperature = -1 } };
+            a->row = s);
     REFUSED(sample, "n_top", hx_sample_row s[3] = { { .n_top = 21 } }; a->row = s);
-    REFUSED(sample, "ban[0] is 12", hx_sample_row s[3] = { { .n_ban = 1, .ban = (const int32_t[]){ 12 } } };
+    REFUSED(sample, "ban[0] is 12",
+            hx_sample_row s[3] = { { .n_ban = 1, .ban = (const int32_t[]) { 12 } } };
             a->row = s);
-    REFUSED(sample, "bias", hx_sample_row s[3] = { { .n_bias = 1, .bias = (const hx_bias[]){ { -1, 0 } } } };
-            a->row = s);
+    REFUSED(
+        sample, "bias",
+        hx_sample_row s[3] = { { .n_bias = 1, .bias = (const hx_bias[]) { { -1, 0 } } } };
+        a->row = s);
 }
 
 static void test_refuses_spans(void **state)
@@ -127,7 +134,8 @@ static void test_refuses_spans(void **state)
     REFUSED_SPAN(latent_append, "no page", s[1].pos0 = 64);
     REFUSED(latent_append, "table", a->cache.table = NULL);
     REFUSED(latent_append, "format", a->cache.fmt = (hx_cache_fmt)2);
-    REFUSED(latent_append, "entry 3 of 3", a->cache.n_page = 3; memset((void *)(uintptr_t)a->cache.table, 3, 1));
+    REFUSED(latent_append, "entry 3 of 3", a->cache.n_page = 3;
+            memset((void *)(uintptr_t)a->cache.table, 3, 1));
     REFUSED(index_append, "pool", a->pool_n = 3);
     REFUSED(index_append, "pool", a->pool_n = 16);
     REFUSED_SPAN(index_append, "no page", s[0].pos0 = 190);
@@ -140,8 +148,13 @@ static void test_refuses_spans(void **state)
 
 static void test_refuses_picks(void **state)
 {
-    static const struct { int32_t n, first, last; const char *word; } at[] = {
-        { 4, 0, 1, "picks 4 pools" }, { -1, 0, 1, "picks -1" }, { 2, -1, 3, "pools -1 to" },
+    static const struct {
+        int32_t n, first, last;
+        const char *word;
+    } at[] = {
+        { 4, 0, 1, "picks 4 pools" },
+        { -1, 0, 1, "picks -1" },
+        { 2, -1, 3, "pools -1 to" },
         { 3, 0, 16, "to 16 of 16 visible" },
     };
 
@@ -166,8 +179,12 @@ static void test_refuses_picks(void **state)
 
 static void test_open(void **state)
 {
-    static const struct { const char *name, *isa, *word; } at[] = {
-        { "tpu", NULL, "cpu and ref" }, { "cpu", "sse9", "sse9" }, { "ref", "avx2", "double" },
+    static const struct {
+        const char *name, *isa, *word;
+    } at[] = {
+        { "tpu", NULL, "cpu and ref" },
+        { "cpu", "sse9", "sse9" },
+        { "ref", "avx2", "double" },
         { "cpu", "", "unknown" },
     };
     hx_dev *d = (hx_dev *)&at;
@@ -176,7 +193,9 @@ static void test_open(void **state)
 
     (void)state;
     for (size_t i = 0; i < HX_LEN(at); i++) {
-        const hx_dev_opt opt = { .name = at[i].name, .isa = at[i].isa, .n_threads = 1, .limits = test_limits };
+        const hx_dev_opt opt = {
+            .name = at[i].name, .isa = at[i].isa, .n_threads = 1, .limits = test_limits
+        };
 
         assert_int_equal(hx_dev_open(&d, &opt, &err), HX_EARG);
         assert_null(d);
@@ -188,7 +207,9 @@ static void test_open(void **state)
     holes.topk = NULL;
     assert_string_equal(lacking(&holes), "topk");
     for (int i = 0; i < HX_N_ISA; i++) {
-        const hx_dev_opt opt = { .isa = isa_names[i], .n_threads = 1, .limits = test_limits };
+        const hx_dev_opt opt = { .isa = isa_names[i],
+                                 .n_threads = 1,
+                                 .limits = test_limits };
         const int rc = hx_dev_open(&d, &opt, &err);
 
         assert_int_equal(rc, hx_cpu_has((hx_isa)i) ? 0 : HX_EARG);
@@ -238,7 +259,9 @@ static void test_open_out_of_memory(void **state)
 
     (void)state;
     for (size_t i = 0; i < HX_LEN(names); i++) {
-        const hx_dev_opt opt = { .name = names[i], .n_threads = 2, .limits = test_limits };
+        const hx_dev_opt opt = { .name = names[i],
+                                 .n_threads = 2,
+                                 .limits = test_limits };
         const int64_t live = hx_test_live_allocs();
         int rc = -1;
 

@@ -1,9 +1,10 @@
-/* ref.c - what every operation means: scalar C, sums in double, one rounding to f32 when a
- * result is stored. Called through hx_ref_ops after ops.c has checked the arguments; the
- * fast backends are tested against it.
+/* ref.c - what every operation means: scalar C, sums in double, one rounding to f32 when
+ * a result is stored. Called through hx_ref_ops after ops.c has checked the arguments;
+ * the fast backends are tested against it.
  *
- * Written to be read beside the formulas of dev.h. Independent parts are shared out to the
- * pool; nothing here depends on how. It must never be optimised at the price of clarity. */
+ * Written to be read beside the formulas of dev.h. Independent parts are shared out to
+ * the pool; nothing here depends on how. It must never be optimised at the price of
+ * clarity. */
 #include <math.h>
 
 #include "dev/fmt_exl3.h"
@@ -12,12 +13,12 @@
 #include "dev/ref.h"
 
 enum {
-    BLOCK = 128,        /* inputs and outputs of a product that are decoded together */
-    ROWS = 256,         /* rows that share one decoded block */
-    MAX_STREAMS = 8,    /* this and the next two: ops.c refuses more */
+    BLOCK = 128,     /* inputs and outputs of a product that are decoded together */
+    ROWS = 256,      /* rows that share one decoded block */
+    MAX_STREAMS = 8, /* this and the next two: ops.c refuses more */
     MAX_TAPS = 8,
     MAX_POOL = 8,
-    COLS = 16,          /* columns of a KDA state that are carried together */
+    COLS = 16, /* columns of a KDA state that are carried together */
 };
 
 /* ---- small parts ----------------------------------------------------- */
@@ -48,22 +49,31 @@ static void *worker_scratch(const hx_dev *dev, size_t shared, size_t each, int w
     return (char *)dev->scratch + shared + each * (size_t)worker;
 }
 
-static int fits(const hx_dev *dev, const char *op, size_t shared, size_t each, hx_err *err)
+static int fits(const hx_dev *dev, const char *op, size_t shared, size_t each,
+                hx_err *err)
 {
     const size_t need = shared + each * (size_t)hx_pool_size(dev->pool);
 
     if (need <= dev->scratch_bytes)
         return 0;
-    return hx_fail(err, HX_EARG, "%s: needs %zu bytes of scratch, the device was opened with %zu; "
-                   "open it with larger limits", op, need, dev->scratch_bytes);
+    return hx_fail(err, HX_EARG,
+                   "%s: needs %zu bytes of scratch, the device was opened with %zu; "
+                   "open it with larger limits",
+                   op, need, dev->scratch_bytes);
 }
 
 /* ---- ranking --------------------------------------------------------- */
 
-/* Entries in falling order of key, equal ones by lower id, found one at a time: e[0..left)
- * is a heap, e[left..n) holds the best n - left, best last. */
-typedef struct { double key; int32_t id; } entry;
-typedef struct { entry *e; int64_t n, left; } ranking;
+/* Entries in falling order of key, equal ones by lower id, found one at a time:
+ * e[0..left) is a heap, e[left..n) holds the best n - left, best last. */
+typedef struct {
+    double key;
+    int32_t id;
+} entry;
+typedef struct {
+    entry *e;
+    int64_t n, left;
+} ranking;
 
 static bool better(entry a, entry b)
 {
@@ -87,7 +97,7 @@ static ranking rank(entry *e, int64_t n)
 {
     for (int64_t i = n / 2; i-- > 0;)
         sift(e, i, n);
-    return (ranking){ e, n, n };
+    return (ranking) { e, n, n };
 }
 
 /* The entry that i others precede, i < n. */
@@ -109,23 +119,23 @@ static entry ranked(ranking *r, int64_t i)
 /* y[r, h, o] = sum over i of W_h[o, i] x[r, h, i] for every row and head. W_h is the rows
  * first + h * stride .. of m, transposed on request. x is f32 or double, y as well. */
 typedef struct {
-    const hx_mat  *m;
-    int64_t        rows, heads, n_in, n_out, first, stride;
-    bool           transposed;
-    const float   *xf;
-    const double  *xd;
-    int64_t        ldx;
-    const int64_t *from;     /* row r is row from[r] of x; NULL: r */
-    float         *yf;
-    double        *yd;
-    int64_t        ldy;
-    const int64_t *to;       /* as from, for y */
-    hx_dev        *dev;
-    size_t         shared;   /* bytes of scratch that are in use */
+    const hx_mat *m;
+    int64_t rows, heads, n_in, n_out, first, stride;
+    bool transposed;
+    const float *xf;
+    const double *xd;
+    int64_t ldx;
+    const int64_t *from; /* row r is row from[r] of x; NULL: r */
+    float *yf;
+    double *yd;
+    int64_t ldy;
+    const int64_t *to; /* as from, for y */
+    hx_dev *dev;
+    size_t shared; /* bytes of scratch that are in use */
 } product;
 
 typedef struct {
-    double w[BLOCK][BLOCK];     /* [input][output] */
+    double w[BLOCK][BLOCK]; /* [input][output] */
     double x[BLOCK];
     double y[ROWS][BLOCK];
 } product_work;
@@ -186,7 +196,7 @@ static void plain_block(const product *p, int64_t row0, int64_t i0, int64_t o0,
         for (int64_t o = 0; o < BLOCK; o++) {
             const bool inside = i0 + i < p->n_in && o0 + o < p->n_out;
 
-            w[i][o] = !inside ? 0
+            w[i][o] = !inside         ? 0
                       : p->transposed ? weight_at(p->m, row0 + i0 + i, o0 + o)
                                       : weight_at(p->m, row0 + o0 + o, i0 + i);
         }
@@ -198,7 +208,9 @@ static void load_inputs(const product *p, int64_t r, int64_t head, int64_t i0, d
     const int64_t at = (p->from != NULL ? p->from[r] : r) * p->ldx + head * p->n_in + i0;
 
     for (int64_t i = 0; i < BLOCK; i++)
-        x[i] = i0 + i >= p->n_in ? 0 : p->xd != NULL ? p->xd[at + i] : (double)p->xf[at + i];
+        x[i] = i0 + i >= p->n_in ? 0
+               : p->xd != NULL   ? p->xd[at + i]
+                                 : (double)p->xf[at + i];
     if (p->m->fmt == HX_FMT_EXL3) {
         for (int64_t i = 0; i < BLOCK; i++)
             x[i] *= hx_f16_at(p->m->suh, i0 + i);
@@ -206,7 +218,8 @@ static void load_inputs(const product *p, int64_t r, int64_t head, int64_t i0, d
     }
 }
 
-static void store_outputs(const product *p, int64_t r, int64_t head, int64_t o0, double *y)
+static void store_outputs(const product *p, int64_t r, int64_t head, int64_t o0,
+                          double *y)
 {
     const int64_t at = (p->to != NULL ? p->to[r] : r) * p->ldy + head * p->n_out + o0;
     const int64_t n = HX_MIN(BLOCK, p->n_out - o0);
@@ -226,7 +239,8 @@ static void store_outputs(const product *p, int64_t r, int64_t head, int64_t o0,
     }
 }
 
-static void multiply_block(const double *restrict x, double w[BLOCK][BLOCK], double *restrict y)
+static void multiply_block(const double *restrict x, double w[BLOCK][BLOCK],
+                           double *restrict y)
 {
     for (int i = 0; i < BLOCK; i++) {
         const double xi = x[i], *restrict wi = w[i];
@@ -269,8 +283,14 @@ static void product_part(void *ud, int64_t begin, int64_t end, int worker)
 /* The whole matrix as one head. */
 static product whole(hx_dev *dev, const hx_mat *m, int64_t rows)
 {
-    return (product){ .m = m, .rows = rows, .heads = 1, .n_in = m->k, .n_out = m->n,
-                      .ldx = m->k, .ldy = m->n, .dev = dev };
+    return (product) { .m = m,
+                       .rows = rows,
+                       .heads = 1,
+                       .n_in = m->k,
+                       .n_out = m->n,
+                       .ldx = m->k,
+                       .ldy = m->n,
+                       .dev = dev };
 }
 
 static int multiply(product *p, const char *op, hx_err *err)
@@ -279,7 +299,8 @@ static int multiply(product *p, const char *op, hx_err *err)
 
     if (rc != 0)
         return rc;
-    hx_pool_run(p->dev->pool, p->heads * ((p->n_out + BLOCK - 1) / BLOCK), 1, product_part, p);
+    hx_pool_run(p->dev->pool, p->heads * ((p->n_out + BLOCK - 1) / BLOCK), 1,
+                product_part, p);
     return 0;
 }
 
@@ -311,16 +332,19 @@ static int ref_head_matmul(hx_dev *dev, const hx_head_matmul_args *a, hx_err *er
     return multiply(&p, "head_matmul", err);
 }
 
-/* The rows in at[0..n) of y, each row r of x standing for picks r * active .. */
-static int expert_rows(hx_dev *dev, const hx_moe_args *a, const hx_expert *x, int64_t *from,
-                       const int64_t *to, int64_t n, hx_err *err)
+/* Expert x on n rows: from[i] is the row of a->x, to[i] the row of a->y. What lies
+ * between the products stays in double. from is the start of the scratch, which holds
+ * ROWS of each. */
+static int expert_rows(hx_dev *dev, const hx_moe_args *a, const hx_expert *x,
+                       int64_t *from, const int64_t *to, int64_t n, hx_err *err)
 {
     const int64_t f = x->gate.n;
     double *gate = (double *)(from + 2 * ROWS), *up = gate + ROWS * f;
     product p = whole(dev, &x->gate, n);
     int rc;
 
-    p.shared = (size_t)(2 * ROWS) * sizeof(int64_t) + (size_t)(2 * ROWS * f) * sizeof(double);
+    p.shared =
+        (size_t)(2 * ROWS) * sizeof(int64_t) + (size_t)(2 * ROWS * f) * sizeof(double);
     p.xf = a->x.p;
     p.from = from;
     p.yd = gate;
@@ -389,7 +413,7 @@ static int ref_router(hx_dev *dev, const hx_router_args *a, hx_err *err)
 
         for (int64_t i = 0; i < n_expert; i++) {
             sc[i] = (float)sigmoid(sc[i]);
-            e[i] = (entry){ (double)sc[i] + bias[i], (int32_t)i };
+            e[i] = (entry) { (double)sc[i] + bias[i], (int32_t)i };
         }
         ranking best = rank(e, n_expert);
         for (int64_t i = 0; i < a->active; i++) {
@@ -503,7 +527,7 @@ static void sinkhorn(double *comb, int64_t n, double eps, int32_t iters)
             row[j] = row[j] / sum + eps;
     }
     for (int32_t turn = 0; turn < 2 * iters - 1; turn++) {
-        const int64_t step = turn % 2 == 0 ? n : 1;     /* along columns, then rows */
+        const int64_t step = turn % 2 == 0 ? n : 1; /* along columns, then rows */
 
         for (int64_t line = 0; line < n; line++) {
             double *c = comb + line * (step == n ? 1 : n), sum = 0;
@@ -580,7 +604,8 @@ static int ref_hc_merge(hx_dev *dev, const hx_hc_merge_args *a, hx_err *err)
 
     (void)dev, (void)err;
     for (int64_t r = 0; r < a->rows; r++) {
-        const float *y = (const float *)a->y.p + r * dim, *post = (const float *)a->post.p + r * n;
+        const float *y = (const float *)a->y.p + r * dim,
+                    *post = (const float *)a->post.p + r * n;
         const float *comb = (const float *)a->comb.p + r * n * n;
         float *s = (float *)a->streams.p + r * n * dim;
 
@@ -694,20 +719,20 @@ static int ref_kda_gate(hx_dev *dev, const hx_kda_gate_args *a, hx_err *err)
     return 0;
 }
 
-/* One row of one head, as it is kept pending: f32 k', v, g, beta. The state moves by these
- * values alone, now or when they are folded later; that is why R rows have the bits of R
- * serial calls. */
+/* One row of one head, as it is kept pending: f32 k', v, g, beta. The state moves by
+ * these values alone, now or when they are folded later; that is why R rows have the bits
+ * of R serial calls. */
 typedef struct {
     const float *k, *v;
-    double      *decay, *q;     /* exp g, q' [width] */
-    double       beta;
-    float       *o;             /* NULL: the row is only folded */
+    double *decay, *q; /* exp g, q' [width] */
+    double beta;
+    float *o; /* NULL: the row is only folded */
 } kda_row;
 
 /* The rows, in order, on columns j0 .. j0 + n - 1 of S: columns never meet. S is f32
  * memory, so it is rounded after each row. */
-static void kda_columns(float *state, int64_t width, const kda_row *row, int64_t n_row, bool keep,
-                        int64_t j0, double (*s)[COLS])
+static void kda_columns(float *state, int64_t width, const kda_row *row, int64_t n_row,
+                        bool keep, int64_t j0, double (*s)[COLS])
 {
     const int64_t n = HX_MIN(COLS, width - j0);
 
@@ -738,8 +763,8 @@ static void kda_columns(float *state, int64_t width, const kda_row *row, int64_t
 typedef struct {
     const hx_kda_step_args *a;
     hx_dev *dev;
-    bool    chunk;
-    size_t  each;
+    bool chunk;
+    size_t each;
 } kda_call;
 
 /* A worker's scratch: HX_PEND_MAX rows and COLS columns of the state. */
@@ -756,7 +781,8 @@ static kda_row kda_read(const float *rec, int64_t width, double *decay)
 {
     for (int64_t i = 0; i < width; i++)
         decay[i] = exp(rec[2 * width + i]);
-    return (kda_row){ .k = rec, .v = rec + width, .decay = decay, .beta = rec[3 * width] };
+    return (
+        kda_row) { .k = rec, .v = rec + width, .decay = decay, .beta = rec[3 * width] };
 }
 
 static double inverse_norm(const float *x, int64_t n)
@@ -796,9 +822,10 @@ static void kda_head(const kda_call *c, const hx_span *s, int64_t h, double *wor
     const hx_kda_step_args *a = c->a;
     const int64_t w = a->width, rec_n = 3 * w + 1;
     float *state = (float *)a->state.p + (s->slot * a->heads + h) * w * w;
-    float *pend = (float *)a->pend.p + ((int64_t)s->slot * HX_PEND_MAX * a->heads + h) * rec_n;
+    float *pend =
+        (float *)a->pend.p + ((int64_t)s->slot * HX_PEND_MAX * a->heads + h) * rec_n;
     double *decay = work, *q = decay + HX_PEND_MAX * w;
-    double (*cols)[COLS] = (double (*)[COLS])(q + HX_PEND_MAX * w);
+    double(*cols)[COLS] = (double(*)[COLS])(q + HX_PEND_MAX * w);
     float *own = (float *)(cols + w);
     kda_row row[HX_PEND_MAX];
 
@@ -830,7 +857,8 @@ static void kda_part(void *ud, int64_t begin, int64_t end, int worker)
                  worker_scratch(c->dev, 0, c->each, worker));
 }
 
-static int kda(hx_dev *dev, const char *op, const hx_kda_step_args *a, bool chunk, hx_err *err)
+static int kda(hx_dev *dev, const char *op, const hx_kda_step_args *a, bool chunk,
+               hx_err *err)
 {
     kda_call c = { .a = a, .dev = dev, .chunk = chunk, .each = kda_bytes(a->width) };
     const int rc = fits(dev, op, 0, c.each, err);
@@ -944,8 +972,9 @@ static int ref_index_append(hx_dev *dev, const hx_index_append_args *a, hx_err *
     for (const hx_span *s = a->rows.span; s < a->rows.span + a->rows.n_span; s++)
         for (int64_t t = 0; t < s->n_row; t++) {
             const int64_t pos = s->pos0 + t, from = (s->row0 + t) * a->pool.width;
-            float *ring = (float *)a->ring.p +
-                          (s->slot * (int64_t)HX_RING + pos % HX_RING) * 2 * a->pool.width;
+            float *ring =
+                (float *)a->ring.p +
+                (s->slot * (int64_t)HX_RING + pos % HX_RING) * 2 * a->pool.width;
 
             memcpy(ring, (const float *)a->key.p + from, bytes);
             memcpy(ring + a->pool.width, (const float *)a->gate.p + from, bytes);
@@ -958,10 +987,10 @@ static int ref_index_append(hx_dev *dev, const hx_index_append_args *a, hx_err *
 /* One row of a span, handed to the pool. */
 typedef struct {
     const void *args;
-    hx_dev     *dev;
-    int32_t     slot;
-    int64_t     row, pos;
-    size_t      each;
+    hx_dev *dev;
+    int32_t slot;
+    int64_t row, pos;
+    size_t each;
 } row_call;
 
 static void score_part(void *ud, int64_t begin, int64_t end, int worker)
@@ -993,7 +1022,9 @@ static int ref_index_score(hx_dev *dev, const hx_index_score_args *a, hx_err *er
     (void)err;
     for (const hx_span *s = a->rows.span; s < a->rows.span + a->rows.n_span; s++)
         for (int64_t t = 0; t < s->n_row; t++) {
-            row_call c = { .args = a, .slot = s->slot, .row = s->row0 + t, .pos = s->pos0 + t };
+            row_call c = {
+                .args = a, .slot = s->slot, .row = s->row0 + t, .pos = s->pos0 + t
+            };
 
             hx_pool_run(dev->pool, (c.pos + 1) / a->pool_n, 16, score_part, &c);
         }
@@ -1016,13 +1047,13 @@ static int ref_topk(hx_dev *dev, const hx_topk_args *a, hx_err *err)
                 return rc;
             ((int32_t *)a->n_pick.p)[row] = (int32_t)k;
             for (int64_t i = 0; i < n; i++)
-                e[i] = (entry){ score[i], (int32_t)i };
+                e[i] = (entry) { score[i], (int32_t)i };
             if (k == 0)
                 continue;
             ranking best = rank(e, n);
             const entry last = ranked(&best, k - 1);
             for (int32_t i = 0; i < n; i++)
-                if (!better(last, (entry){ score[i], i }))
+                if (!better(last, (entry) { score[i], i }))
                     *pick++ = i;
         }
     return 0;
@@ -1044,9 +1075,11 @@ static void attend_part(void *ud, int64_t begin, int64_t end, int worker)
     const row_call *c = ud;
     const hx_mla_attend_args *a = c->args;
     const int64_t width = a->cache.width;
-    const int32_t *pick = a->pick.p == NULL ? NULL : (const int32_t *)a->pick.p + c->row * a->k_pick;
+    const int32_t *pick =
+        a->pick.p == NULL ? NULL : (const int32_t *)a->pick.p + c->row * a->k_pick;
     const int64_t n_pick = pick == NULL ? 0 : ((const int32_t *)a->n_pick.p)[c->row];
-    const int64_t n = pick == NULL ? c->pos + 1 : n_pick * a->pool_n + (c->pos + 1) % a->pool_n;
+    const int64_t n =
+        pick == NULL ? c->pos + 1 : n_pick * a->pool_n + (c->pos + 1) % a->pool_n;
     double *z = worker_scratch(c->dev, 0, c->each, worker), *p = z + width;
 
     for (int64_t h = begin; h < end; h++) {
@@ -1055,7 +1088,8 @@ static void attend_part(void *ud, int64_t begin, int64_t end, int worker)
         double top = -INFINITY, mass = 0;
 
         for (int64_t i = 0; i < n; i++) {
-            const void *row = page_row(&a->cache, c->slot, attended(a, pick, n_pick, c->pos, i), HX_PAGE);
+            const void *row = page_row(&a->cache, c->slot,
+                                       attended(a, pick, n_pick, c->pos, i), HX_PAGE);
 
             p[i] = 0;
             for (int64_t d = 0; d < width; d++)
@@ -1065,7 +1099,8 @@ static void attend_part(void *ud, int64_t begin, int64_t end, int worker)
         }
         memset(z, 0, (size_t)width * sizeof(*z));
         for (int64_t i = 0; i < n; i++) {
-            const void *row = page_row(&a->cache, c->slot, attended(a, pick, n_pick, c->pos, i), HX_PAGE);
+            const void *row = page_row(&a->cache, c->slot,
+                                       attended(a, pick, n_pick, c->pos, i), HX_PAGE);
             const double e = exp(p[i] - top);
 
             mass += e;
@@ -1081,7 +1116,10 @@ static int ref_mla_attend(hx_dev *dev, const hx_mla_attend_args *a, hx_err *err)
 {
     for (const hx_span *s = a->rows.span; s < a->rows.span + a->rows.n_span; s++)
         for (int64_t t = 0; t < s->n_row; t++) {
-            row_call c = { .args = a, .dev = dev, .slot = s->slot, .row = s->row0 + t,
+            row_call c = { .args = a,
+                           .dev = dev,
+                           .slot = s->slot,
+                           .row = s->row0 + t,
                            .pos = s->pos0 + t };
             int rc;
 
@@ -1156,16 +1194,18 @@ static int sample_row(hx_dev *dev, const hx_sample_args *a, int64_t r, hx_err *e
 
     for (int64_t i = 0; i < a->n_vocab; i++) {
         if (i < a->n_token && isnan(logits[i]))
-            return hx_fail(err, HX_EARG, "sample: row %lld: the logit of id %lld is not a number",
+            return hx_fail(err, HX_EARG,
+                           "sample: row %lld: the logit of id %lld is not a number",
                            (long long)r, (long long)i);
         l[i] = logits[i];
     }
     adjust(a, s, l);
     for (int64_t i = 0; i < a->n_token; i++)
         if (l[i] > -INFINITY)
-            ids.e[ids.n++] = (entry){ l[i], (int32_t)i };
+            ids.e[ids.n++] = (entry) { l[i], (int32_t)i };
     if (ids.n == 0)
-        return hx_fail(err, HX_EARG, "sample: row %lld: every id is banned", (long long)r);
+        return hx_fail(err, HX_EARG, "sample: row %lld: every id is banned",
+                       (long long)r);
     ids = rank(ids.e, ids.n);
 
     const entry best = ranked(&ids, 0);
@@ -1179,9 +1219,9 @@ static int sample_row(hx_dev *dev, const hx_sample_args *a, int64_t r, hx_err *e
     if (s->want_logprob)
         ((float *)a->logprob.p)[r] = (float)(l[id] - norm);
     for (int32_t i = 0; i < s->n_top; i++) {
-        const entry e = i < ids.n ? ranked(&ids, i) : (entry){ -INFINITY, -1 };
+        const entry e = i < ids.n ? ranked(&ids, i) : (entry) { -INFINITY, -1 };
 
-        top[i] = (hx_choice){ e.id, (float)(e.key - norm) };
+        top[i] = (hx_choice) { e.id, (float)(e.key - norm) };
     }
     return 0;
 }
@@ -1197,19 +1237,20 @@ static int ref_sample(hx_dev *dev, const hx_sample_args *a, hx_err *err)
 
 /* ---- the backend ----------------------------------------------------- */
 
-const hx_dev_ops hx_ref_ops = {
-    .name = "ref",
+const hx_dev_ops hx_ref_ops = { .name = "ref",
 #define X(op) .op = ref_##op,
-    HX_OPS(X)
+                                HX_OPS(X)
 #undef X
 };
 
 size_t hx_ref_scratch_bytes(const hx_dev_limits *l, int n_thread)
 {
-    const size_t each = HX_MAX(sizeof(product_work),
-                               HX_MAX(kda_bytes(l->max_k), (size_t)(l->max_ctx + l->max_k) * sizeof(double)));
+    const size_t each = HX_MAX(
+        sizeof(product_work),
+        HX_MAX(kda_bytes(l->max_k), (size_t)(l->max_ctx + l->max_k) * sizeof(double)));
     const size_t moe = 2 * ROWS * (sizeof(int64_t) + (size_t)l->max_k * sizeof(double));
-    const size_t ranks = (size_t)HX_MAX(l->max_n, HX_MAX(l->max_ctx, l->max_expert)) * sizeof(entry);
+    const size_t ranks =
+        (size_t)HX_MAX(l->max_n, HX_MAX(l->max_ctx, l->max_expert)) * sizeof(entry);
 
     return HX_MAX(moe, ranks) + each * (size_t)n_thread;
 }

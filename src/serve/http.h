@@ -1,6 +1,7 @@
-/* http.h - what the HTTP files share: http_read.c (bytes to a request), http_write.c (heads
- * and error bodies of responses) and http.c (sockets, timers, queues). Others use the http.c
- * section of serve.h. Neither reader nor writer touches a socket or another thread. */
+/* http.h - what the HTTP files share: http_read.c (bytes to a request), http_write.c
+ * (heads and error bodies of responses) and http.c (sockets, timers, queues). Others use
+ * the http.c section of serve.h. Neither reader nor writer touches a socket or another
+ * thread. */
 #ifndef HX_SERVE_HTTP_H
 #define HX_SERVE_HTTP_H
 
@@ -20,12 +21,12 @@ typedef enum {
     HX_READ_BAD                     /* answer with status and why, then close */
 } hx_read_state;
 
-/* One request. The owner reads; only http_read.c writes. Strings point into head or body. */
+/* One request. The owner reads, http_read.c writes. Strings point into head or body. */
 typedef struct {
     hx_read_state state;
     hx_str method, path, query;     /* as in hx_exchange; HEAD is "GET" and head_only */
     bool   head_only, keep_alive;
-    bool   expect;                  /* waits for "100 Continue"; whoever sends it clears this */
+    bool   expect;                  /* waits for "100 Continue" once the head is read */
     int    minor;                   /* of HTTP/1.x */
     int    status;                  /* when BAD: the answer's */
     char   why[120];
@@ -38,15 +39,16 @@ typedef struct {
     bool        complete, chunked, in_data;
     char        last;               /* framing byte, chunked only */
     size_t      n_head, n_header, n_frame;
-    const char *cursor;             /* first byte of this call not looked at, chunked only */
+    const char *cursor;             /* what frame() looks at next */
 } hx_http_reader;
 
-/* opt has no zero limits. NULL when there is no memory. Freed with hx_http_read_close(). */
+/* opt has no zero limits. NULL: no memory. Freed with hx_http_read_close(). */
 hx_http_reader *hx_http_read_open(const hx_http_opt *opt);
 void   hx_http_read_close(hx_http_reader *r);
 /* Takes bytes up to the end of the request; returns how many. After DONE and BAD: 0. */
 size_t hx_http_read_feed(hx_http_reader *r, const char *p, size_t n);
-/* The value of the first header called name (lower case); {NULL, 0} when absent. */
+/* When DONE: the value of the first header called name (lower case); {NULL, 0} when
+ * absent. */
 hx_str hx_http_read_header(const hx_http_reader *r, const char *name);
 
 /* ---- http_write.c ----------------------------------------------------- */

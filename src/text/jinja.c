@@ -2,13 +2,14 @@
  *
  * Called by the engine (hx_render) and by tests. A compiled template is read-only and may
  * run on many threads at once; everything a run makes lives in its own machine. Never
- * guesses: what the subset does not define is an error with the template's name and line. */
+ * guesses: what the subset does not define is an error with the template's name and line.
+ */
 #include <math.h>
 #include <stdio.h>
 
 #include "text/jinja_ast.h"
 
-enum { FLOW_BREAK = 1, FLOW_CONTINUE = 2 };     /* positive results of statements */
+enum { FLOW_BREAK = 1, FLOW_CONTINUE = 2 }; /* positive results of statements */
 
 static int eval(hx_jvm *vm, const hx_jnode *n, hx_jval *out);
 static int exec_body(hx_jvm *vm, const hx_jnode *n);
@@ -55,7 +56,7 @@ static int set_in(hx_jvm *vm, hx_jframe *f, uint32_t sym, hx_jval v)
         f->slot = s;
         f->cap = cap;
     }
-    f->slot[f->n++] = (hx_jslot){ sym, v };
+    f->slot[f->n++] = (hx_jslot) { sym, v };
     return 0;
 }
 
@@ -94,18 +95,21 @@ static int assign(hx_jvm *vm, const hx_jnode *target, hx_jval v)
     if (target->kind == HX_N_NAME)
         return set_in(vm, vm->frame, target->sym, v);
     if (hx_jiter_init(vm, &it, v) != 0)
-        return hx_jvm_fail(vm, HX_EFORMAT, "cannot unpack non-iterable %s object", hx_jval_type(v));
+        return hx_jvm_fail(vm, HX_EFORMAT, "cannot unpack non-iterable %s object",
+                           hx_jval_type(v));
     for (const hx_jnode *t = target->a; t != NULL; t = t->next, got++) {
         if ((rc = hx_jiter_next(vm, &it, &x)) < 0)
             return rc;
         if (rc == 0)
-            return hx_jvm_fail(vm, HX_EFORMAT, "not enough values to unpack (expected %u, got %u)",
+            return hx_jvm_fail(vm, HX_EFORMAT,
+                               "not enough values to unpack (expected %u, got %u)",
                                target->n, got);
         if ((rc = assign(vm, t, x)) != 0)
             return rc;
     }
     if ((rc = hx_jiter_next(vm, &it, &x)) == 1)
-        return hx_jvm_fail(vm, HX_EFORMAT, "too many values to unpack (expected %u)", target->n);
+        return hx_jvm_fail(vm, HX_EFORMAT, "too many values to unpack (expected %u)",
+                           target->n);
     return rc;
 }
 
@@ -113,7 +117,7 @@ static int assign(hx_jvm *vm, const hx_jnode *target, hx_jval v)
 
 static hx_jval missing_attr(hx_jval obj, const hx_jstr *name)
 {
-    return (hx_jval){ .t = HX_J_UNDEF, .why = HX_J_NO_ATTR, .of = obj.t, .u.s = name };
+    return (hx_jval) { .t = HX_J_UNDEF, .why = HX_J_NO_ATTR, .of = obj.t, .u.s = name };
 }
 
 static int loop_item(hx_jvm *vm, hx_jloop *l, bool next, hx_jval *out)
@@ -125,7 +129,8 @@ static int loop_item(hx_jvm *vm, hx_jloop *l, bool next, hx_jval *out)
     *out = next ? l->peek : l->prev;
     if (out->t != HX_J_ABSENT)
         return 0;
-    return hx_jval_hint(vm, next ? "there is no next item" : "there is no previous item", out);
+    return hx_jval_hint(vm, next ? "there is no next item" : "there is no previous item",
+                        out);
 }
 
 /* 1: found. */
@@ -168,7 +173,7 @@ static int own_attr(hx_jvm *vm, hx_jval obj, const hx_jstr *name, hx_jval *out)
     if (obj.t == HX_J_LOOP && (rc = loop_attr(vm, obj.u.loop, name, out)) != 0)
         return rc;
     if (obj.t == HX_J_SPACE)
-        return hx_jdict_get(vm, obj.u.m, (hx_jval){ .t = HX_J_STR, .u.s = name }, out);
+        return hx_jdict_get(vm, obj.u.m, (hx_jval) { .t = HX_J_STR, .u.s = name }, out);
     if (obj.t == HX_J_MACRO && hx_jstr_is(name, "name")) {
         *out = obj.u.mac->def->val.t == HX_J_STR ? obj.u.mac->def->val : hx_jnone();
         return 1;
@@ -185,7 +190,8 @@ int hx_jinja_attr(hx_jvm *vm, hx_jval obj, const hx_jstr *name, hx_jval *out)
     if ((rc = own_attr(vm, obj, name, out)) != 0)
         return rc < 0 ? rc : 0;
     if (obj.t == HX_J_DICT &&
-        (rc = hx_jdict_get(vm, obj.u.m, (hx_jval){ .t = HX_J_STR, .u.s = name }, out)) != 0)
+        (rc = hx_jdict_get(vm, obj.u.m, (hx_jval) { .t = HX_J_STR, .u.s = name }, out)) !=
+            0)
         return rc < 0 ? rc : 0;
     *out = missing_attr(obj, name);
     return 0;
@@ -236,14 +242,19 @@ int hx_jinja_item(hx_jvm *vm, hx_jval obj, hx_jval key, hx_jval *out)
     if (key.t == HX_J_STR) {
         *out = missing_attr(obj, key.u.s);
     } else if (key.t == HX_J_INT) {
-        *out = (hx_jval){ .t = HX_J_UNDEF, .why = HX_J_NO_ITEM, .of = obj.t, .u.i = key.u.i };
+        *out = (hx_jval) {
+            .t = HX_J_UNDEF, .why = HX_J_NO_ITEM, .of = obj.t, .u.i = key.u.i
+        };
     } else {
         rc = hx_jval_hint(vm, "no element with that key", out);
     }
     return rc;
 }
 
-typedef struct { int64_t start, stop, step; size_t n; } span;
+typedef struct {
+    int64_t start, stop, step;
+    size_t n;
+} span;
 
 /* Python's slice.indices(). ABSENT and None are "not given". */
 static int resolve_slice(hx_jvm *vm, const hx_jval part[3], size_t len, span *s)
@@ -255,7 +266,8 @@ static int resolve_slice(hx_jvm *vm, const hx_jval part[3], size_t len, span *s)
     for (int k = 0; k < 3; k++) {
         given[k] = part[k].t != HX_J_ABSENT && part[k].t != HX_J_NONE;
         if (given[k] && !hx_jval_is_int(part[k]))
-            return hx_jvm_fail(vm, HX_EFORMAT, "slice indices must be integers or None, not %s",
+            return hx_jvm_fail(vm, HX_EFORMAT,
+                               "slice indices must be integers or None, not %s",
                                hx_jval_type(part[k]));
         if (given[k])
             v[k] = hx_jval_as_int(part[k]);
@@ -275,7 +287,7 @@ static int resolve_slice(hx_jvm *vm, const hx_jval part[3], size_t len, span *s)
     }
     const int64_t way = back ? v[0] - v[1] : v[1] - v[0];
     const int64_t stride = back ? -v[2] : v[2];
-    *s = (span){ v[0], v[1], v[2], way > 0 ? (size_t)((way - 1) / stride + 1) : 0 };
+    *s = (span) { v[0], v[1], v[2], way > 0 ? (size_t)((way - 1) / stride + 1) : 0 };
     return 0;
 }
 
@@ -313,10 +325,13 @@ static int slice_range(hx_jvm *vm, const hx_jrange *from, span sp, hx_jval *out)
     if (r == NULL)
         return HX_ENOMEM;
     if (sp.step > 1 << 20 || sp.step < -(1 << 20))
-        return hx_jvm_fail(vm, HX_EUNSUP, "a slice of a range with step %lld", (long long)sp.step);
-    *r = (hx_jrange){ .start = from->start + sp.start * from->step, .step = from->step * sp.step,
-                      .stop = from->start + sp.stop * from->step, .n = sp.n };
-    *out = (hx_jval){ .t = HX_J_RANGE, .u.r = r };
+        return hx_jvm_fail(vm, HX_EUNSUP, "a slice of a range with step %lld",
+                           (long long)sp.step);
+    *r = (hx_jrange) { .start = from->start + sp.start * from->step,
+                       .step = from->step * sp.step,
+                       .stop = from->start + sp.stop * from->step,
+                       .n = sp.n };
+    *out = (hx_jval) { .t = HX_J_RANGE, .u.r = r };
     return 0;
 }
 
@@ -329,10 +344,13 @@ static int slice(hx_jvm *vm, hx_jval obj, const hx_jval part[3], hx_jval *out)
 
     if (obj.t == HX_J_UNDEF)
         return hx_jval_undef_error(vm, obj);
-    if (obj.t != HX_J_STR && obj.t != HX_J_LIST && obj.t != HX_J_TUPLE && obj.t != HX_J_RANGE)
-        return hx_jvm_fail(vm, HX_EFORMAT, "'%s' object cannot be sliced", hx_jval_type(obj));
+    if (obj.t != HX_J_STR && obj.t != HX_J_LIST && obj.t != HX_J_TUPLE &&
+        obj.t != HX_J_RANGE)
+        return hx_jvm_fail(vm, HX_EFORMAT, "'%s' object cannot be sliced",
+                           hx_jval_type(obj));
     if ((rc = hx_jval_len(vm, obj, &len)) != 0 ||
-        (rc = resolve_slice(vm, part, len, &sp)) != 0 || (rc = hx_jvm_work(vm, sp.n / 8)) != 0)
+        (rc = resolve_slice(vm, part, len, &sp)) != 0 ||
+        (rc = hx_jvm_work(vm, sp.n / 8)) != 0)
         return rc;
     if (obj.t == HX_J_STR)
         return slice_str(vm, obj.u.s, sp, out);
@@ -348,7 +366,7 @@ static int slice(hx_jvm *vm, hx_jval obj, const hx_jval part[3], hx_jval *out)
 /* ---- operators ------------------------------------------------------- */
 
 static const char *const SIGN[] = {
-    [HX_OP_ADD] = "+", [HX_OP_SUB] = "-", [HX_OP_MUL] = "*", [HX_OP_DIV] = "/",
+    [HX_OP_ADD] = "+",       [HX_OP_SUB] = "-", [HX_OP_MUL] = "*",  [HX_OP_DIV] = "/",
     [HX_OP_FLOORDIV] = "//", [HX_OP_MOD] = "%", [HX_OP_POW] = "**",
 };
 
@@ -375,9 +393,15 @@ static int int_op(hx_jvm *vm, hx_jop op, int64_t a, int64_t b, hx_jval *out)
     if ((op == HX_OP_DIV || op == HX_OP_FLOORDIV || op == HX_OP_MOD) && b == 0)
         return hx_jvm_fail(vm, HX_EFORMAT, "division by zero");
     switch (op) {
-    case HX_OP_ADD: over = __builtin_add_overflow(a, b, &r); break;
-    case HX_OP_SUB: over = __builtin_sub_overflow(a, b, &r); break;
-    case HX_OP_MUL: over = __builtin_mul_overflow(a, b, &r); break;
+    case HX_OP_ADD:
+        over = __builtin_add_overflow(a, b, &r);
+        break;
+    case HX_OP_SUB:
+        over = __builtin_sub_overflow(a, b, &r);
+        break;
+    case HX_OP_MUL:
+        over = __builtin_mul_overflow(a, b, &r);
+        break;
     case HX_OP_DIV:
         *out = hx_jfloat((double)a / (double)b);
         return 0;
@@ -392,14 +416,16 @@ static int int_op(hx_jvm *vm, hx_jop op, int64_t a, int64_t b, hx_jval *out)
     default:
         if (b < 0) {
             if (a == 0)
-                return hx_jvm_fail(vm, HX_EFORMAT, "0 cannot be raised to a negative power");
+                return hx_jvm_fail(vm, HX_EFORMAT,
+                                   "0 cannot be raised to a negative power");
             *out = hx_jfloat(pow((double)a, (double)b));
             return 0;
         }
         over = int_power(a, b, &r) != 0;
     }
     if (over)
-        return hx_jvm_fail(vm, HX_EUNSUP, "the result of \"%s\" is over 64 bits", SIGN[op]);
+        return hx_jvm_fail(vm, HX_EUNSUP, "the result of \"%s\" is over 64 bits",
+                           SIGN[op]);
     *out = hx_jint(r);
     return 0;
 }
@@ -411,10 +437,18 @@ static int float_op(hx_jvm *vm, hx_jop op, double a, double b, hx_jval *out)
     if ((op == HX_OP_DIV || op == HX_OP_FLOORDIV || op == HX_OP_MOD) && b == 0)
         return hx_jvm_fail(vm, HX_EFORMAT, "float division by zero");
     switch (op) {
-    case HX_OP_ADD: *out = hx_jfloat(a + b); return 0;
-    case HX_OP_SUB: *out = hx_jfloat(a - b); return 0;
-    case HX_OP_MUL: *out = hx_jfloat(a * b); return 0;
-    case HX_OP_DIV: *out = hx_jfloat(a / b); return 0;
+    case HX_OP_ADD:
+        *out = hx_jfloat(a + b);
+        return 0;
+    case HX_OP_SUB:
+        *out = hx_jfloat(a - b);
+        return 0;
+    case HX_OP_MUL:
+        *out = hx_jfloat(a * b);
+        return 0;
+    case HX_OP_DIV:
+        *out = hx_jfloat(a / b);
+        return 0;
     case HX_OP_FLOORDIV:
     case HX_OP_MOD:
         mod = fmod(a, b);
@@ -431,7 +465,8 @@ static int float_op(hx_jvm *vm, hx_jop op, double a, double b, hx_jval *out)
     default:
         *out = hx_jfloat(pow(a, b));
         if (a == 0 && b < 0)
-            return hx_jvm_fail(vm, HX_EFORMAT, "0.0 cannot be raised to a negative power");
+            return hx_jvm_fail(vm, HX_EFORMAT,
+                               "0.0 cannot be raised to a negative power");
         if (isnan(out->u.d) && !isnan(a) && !isnan(b))
             return hx_jvm_fail(vm, HX_EUNSUP, "a power that is a complex number");
         if (isinf(out->u.d) && isfinite(a) && isfinite(b))
@@ -519,14 +554,15 @@ int hx_jinja_binary(hx_jvm *vm, hx_jop op, hx_jval a, hx_jval b, hx_jval *out)
         return add_lists(vm, a, b, out);
     if (op == HX_OP_MUL) {
         const hx_jval v = hx_jval_is_int(a) ? b : a, k = hx_jval_is_int(a) ? a : b;
-        if (hx_jval_is_int(k) && (v.t == HX_J_STR || v.t == HX_J_LIST || v.t == HX_J_TUPLE))
+        if (hx_jval_is_int(k) &&
+            (v.t == HX_J_STR || v.t == HX_J_LIST || v.t == HX_J_TUPLE))
             return repeat(vm, v, hx_jval_as_int(k), out);
     }
     if (a.t == HX_J_VIEW || b.t == HX_J_VIEW)
         return hx_jvm_fail(vm, HX_EUNSUP, "\"%s\" with a %s", SIGN[op],
                            hx_jval_type(a.t == HX_J_VIEW ? a : b));
-    return hx_jvm_fail(vm, HX_EFORMAT, "unsupported operand types for %s: '%s' and '%s'", SIGN[op],
-                       hx_jval_type(a), hx_jval_type(b));
+    return hx_jvm_fail(vm, HX_EFORMAT, "unsupported operand types for %s: '%s' and '%s'",
+                       SIGN[op], hx_jval_type(a), hx_jval_type(b));
 }
 
 static int eval_sign(hx_jvm *vm, const hx_jnode *n, hx_jval *out)
@@ -580,7 +616,7 @@ static int eval_args(hx_jvm *vm, const hx_jnode *list, hx_jval caller, hx_jargs 
 
     for (const hx_jnode *a = list; a != NULL; a = a->next)
         n++;
-    *args = (hx_jargs){ 0 };
+    *args = (hx_jargs) { 0 };
     if (n == 0 && caller.t == HX_J_ABSENT)
         return 0;
     if ((v = hx_jvm_alloc(vm, n + 1, sizeof *v)) == NULL ||
@@ -614,7 +650,8 @@ static int bind_macro(hx_jvm *vm, const hx_jnode *def, const hx_jargs *args)
     const int n_name = (int)HX_MIN(name->n, 60);
 
     if (args->n_key > 64)
-        return hx_jvm_fail(vm, HX_EUNSUP, "a macro call with more than 64 keyword arguments");
+        return hx_jvm_fail(vm, HX_EUNSUP,
+                           "a macro call with more than 64 keyword arguments");
     for (const hx_jnode *p = def->a; p != NULL && rc == 0; p = p->next, i++) {
         hx_jval v = { .t = HX_J_ABSENT };
         if (i < args->n) {
@@ -633,17 +670,19 @@ static int bind_macro(hx_jvm *vm, const hx_jnode *def, const hx_jargs *args)
         if (used >> k & 1)
             continue;
         if (!def->flag || !hx_jstr_is(args->key[k], "caller"))
-            return hx_jvm_fail(vm, HX_EFORMAT, "macro '%.*s' takes no keyword argument '%.*s'",
-                               n_name, name->p, (int)HX_MIN(args->key[k]->n, 60),
-                               args->key[k]->p);
+            return hx_jvm_fail(
+                vm, HX_EFORMAT, "macro '%.*s' takes no keyword argument '%.*s'", n_name,
+                name->p, (int)HX_MIN(args->key[k]->n, 60), args->key[k]->p);
         caller = args->v[args->n + k];
     }
     if (rc == 0 && args->n > def->n)
-        return hx_jvm_fail(vm, HX_EFORMAT, "macro '%.*s' takes not more than %u argument(s)",
-                           n_name, name->p, def->n);
+        return hx_jvm_fail(vm, HX_EFORMAT,
+                           "macro '%.*s' takes not more than %u argument(s)", n_name,
+                           name->p, def->n);
     if (rc != 0 || !def->flag)
         return rc;
-    if (caller.t == HX_J_ABSENT && (rc = hx_jval_hint(vm, "No caller defined", &caller)) != 0)
+    if (caller.t == HX_J_ABSENT &&
+        (rc = hx_jval_hint(vm, "No caller defined", &caller)) != 0)
         return rc;
     return set_in(vm, vm->frame, HX_J_SYM_CALLER, caller);
 }
@@ -668,7 +707,8 @@ static int call_macro(hx_jvm *vm, const hx_jmacro *m, const hx_jargs *args, hx_j
     int rc;
 
     if (vm->n_macro == HX_J_MACRO_MAX)
-        return hx_jvm_fail(vm, HX_ELIMIT, "macros call each other over %d deep", HX_J_MACRO_MAX);
+        return hx_jvm_fail(vm, HX_ELIMIT, "macros call each other over %d deep",
+                           HX_J_MACRO_MAX);
     vm->n_macro++;
     if ((rc = frame_push(vm, m->scope)) != 0 || (rc = bind_macro(vm, m->def, args)) != 0)
         goto fail;
@@ -684,7 +724,8 @@ static int call_macro(hx_jvm *vm, const hx_jmacro *m, const hx_jargs *args, hx_j
             rc = eval(vm, p->a, &v);
         } else {
             const int n = (int)HX_MIN(p->val.u.s->n, 100);
-            snprintf(text, sizeof text, "parameter '%.*s' was not provided", n, p->val.u.s->p);
+            snprintf(text, sizeof text, "parameter '%.*s' was not provided", n,
+                     p->val.u.s->p);
             rc = hx_jval_hint(vm, text, &v);
         }
         if (rc != 0 || (rc = set_in(vm, vm->frame, p->sym, v)) != 0)
@@ -712,7 +753,8 @@ static int call_value(hx_jvm *vm, hx_jval f, const hx_jargs *args, hx_jval *out)
     case HX_J_LOOP:
         return hx_jvm_fail(vm, HX_EUNSUP, "recursive loops");
     default:
-        return hx_jvm_fail(vm, HX_EFORMAT, "'%s' object is not callable", hx_jval_type(f));
+        return hx_jvm_fail(vm, HX_EFORMAT, "'%s' object is not callable",
+                           hx_jval_type(f));
     }
 }
 
@@ -743,7 +785,7 @@ static int eval_filter(hx_jvm *vm, const hx_jnode *n, hx_jval *out)
                            (int)HX_MIN(n->val.u.s->n, 60), n->val.u.s->p);
     }
     if ((rc = eval(vm, n->a, &self)) != 0 ||
-        (rc = eval_args(vm, n->b, (hx_jval){ .t = HX_J_ABSENT }, &args)) != 0)
+        (rc = eval_args(vm, n->b, (hx_jval) { .t = HX_J_ABSENT }, &args)) != 0)
         return rc;
     vm->line = n->line;
     if ((rc = hx_jvm_work(vm, 1)) != 0)
@@ -756,7 +798,8 @@ static int eval_filter(hx_jvm *vm, const hx_jnode *n, hx_jval *out)
 static int eval_items(hx_jvm *vm, const hx_jnode *n, hx_jval *out)
 {
     hx_jval *item;
-    int rc = hx_jval_list(vm, n->kind == HX_N_LIST ? HX_J_LIST : HX_J_TUPLE, n->n, &item, out);
+    int rc =
+        hx_jval_list(vm, n->kind == HX_N_LIST ? HX_J_LIST : HX_J_TUPLE, n->n, &item, out);
 
     for (const hx_jnode *i = n->a; i != NULL && rc == 0; i = i->next)
         rc = eval(vm, i, item++);
@@ -773,7 +816,7 @@ static int eval_dict(hx_jvm *vm, const hx_jnode *n, hx_jval *out)
         if ((rc = eval(vm, i, &k)) == 0 && (rc = eval(vm, i->next, &v)) == 0)
             rc = hx_jdict_put(vm, d, k, v);
     }
-    *out = (hx_jval){ .t = HX_J_DICT, .u.m = d };
+    *out = (hx_jval) { .t = HX_J_DICT, .u.m = d };
     return rc;
 }
 
@@ -803,9 +846,11 @@ static int eval_cond(hx_jvm *vm, const hx_jnode *n, hx_jval *out)
         return eval(vm, n->a, out);
     if (n->c != NULL)
         return eval(vm, n->c, out);
-    snprintf(text, sizeof text,
-             "the inline if-expression on line %d evaluated to false and no else section was "
-             "defined.", n->line);
+    snprintf(
+        text, sizeof text,
+        "the inline if-expression on line %d evaluated to false and no else section was "
+        "defined.",
+        n->line);
     return hx_jval_hint(vm, text, out);
 }
 
@@ -846,26 +891,42 @@ static int eval_attr(hx_jvm *vm, const hx_jnode *n, hx_jval *out)
 static int eval_node(hx_jvm *vm, const hx_jnode *n, hx_jval *out)
 {
     switch ((hx_jkind)n->kind) {
-    case HX_N_CONST:   *out = n->val; return 0;
-    case HX_N_NAME:    return get_name(vm, n->sym, out);
-    case HX_N_BODY:    *out = vm->body; return 0;
+    case HX_N_CONST:
+        *out = n->val;
+        return 0;
+    case HX_N_NAME:
+        return get_name(vm, n->sym, out);
+    case HX_N_BODY:
+        *out = vm->body;
+        return 0;
     case HX_N_LIST:
-    case HX_N_TUPLE:   return eval_items(vm, n, out);
-    case HX_N_DICT:    return eval_dict(vm, n, out);
+    case HX_N_TUPLE:
+        return eval_items(vm, n, out);
+    case HX_N_DICT:
+        return eval_dict(vm, n, out);
     case HX_N_NOT:
     case HX_N_AND:
-    case HX_N_OR:      return eval_logic(vm, n, out);
+    case HX_N_OR:
+        return eval_logic(vm, n, out);
     case HX_N_NEG:
-    case HX_N_POS:     return eval_sign(vm, n, out);
+    case HX_N_POS:
+        return eval_sign(vm, n, out);
     case HX_N_BIN:
-    case HX_N_ITEM:    return eval_two(vm, n, out);
-    case HX_N_COMPARE: return eval_compare(vm, n, out);
-    case HX_N_COND:    return eval_cond(vm, n, out);
-    case HX_N_ATTR:    return eval_attr(vm, n, out);
-    case HX_N_SLICE:   return eval_slice(vm, n, out);
-    case HX_N_CALL:    return eval_call(vm, n, (hx_jval){ .t = HX_J_ABSENT }, out);
+    case HX_N_ITEM:
+        return eval_two(vm, n, out);
+    case HX_N_COMPARE:
+        return eval_compare(vm, n, out);
+    case HX_N_COND:
+        return eval_cond(vm, n, out);
+    case HX_N_ATTR:
+        return eval_attr(vm, n, out);
+    case HX_N_SLICE:
+        return eval_slice(vm, n, out);
+    case HX_N_CALL:
+        return eval_call(vm, n, (hx_jval) { .t = HX_J_ABSENT }, out);
     case HX_N_FILTER:
-    case HX_N_TEST:    return eval_filter(vm, n, out);
+    case HX_N_TEST:
+        return eval_filter(vm, n, out);
     default:
         hx_panic(__FILE__, __LINE__, "statement where an expression belongs");
         return HX_EARG;
@@ -898,8 +959,10 @@ static int loop_pull(hx_jvm *vm, hx_jloop *l, hx_jval *out)
     hx_jval ok;
     int rc;
 
-    while ((rc = hx_jiter_next(vm, &l->it, out)) == 1 && l->def->c != NULL && !l->tested) {
-        if ((rc = frame_push(vm, l->scope)) == 0 && (rc = assign(vm, l->def->a, *out)) == 0)
+    while ((rc = hx_jiter_next(vm, &l->it, out)) == 1 && l->def->c != NULL &&
+           !l->tested) {
+        if ((rc = frame_push(vm, l->scope)) == 0 &&
+            (rc = assign(vm, l->def->a, *out)) == 0)
             rc = eval(vm, l->def->c, &ok);
         vm->frame = outer;
         if (rc != 0)
@@ -918,12 +981,13 @@ int hx_jloop_peek(hx_jvm *vm, hx_jloop *l)
     const int rc = loop_pull(vm, l, &l->peek);
     if (rc == 0) {
         l->ended = true;
-        l->peek = (hx_jval){ .t = HX_J_ABSENT };
+        l->peek = (hx_jval) { .t = HX_J_ABSENT };
     }
     return rc < 0 ? rc : 0;
 }
 
-/* Of a loop with a test or over a generator, everything that is left has to be looked at. */
+/* Of a loop with a test or over a generator, everything that is left has to be looked at.
+ */
 int hx_jloop_len(hx_jvm *vm, hx_jloop *l, int64_t *n)
 {
     hx_jval v, *item;
@@ -947,8 +1011,8 @@ int hx_jloop_len(hx_jvm *vm, hx_jloop *l, int64_t *n)
         hx_jseq *q = hx_jvm_alloc(vm, 1, sizeof *q);
         if (q == NULL)
             return HX_ENOMEM;
-        *q = (hx_jseq){ item, k };
-        l->it = (hx_jiter){ .src = { .t = HX_J_LIST, .u.q = q } };
+        *q = (hx_jseq) { item, k };
+        l->it = (hx_jiter) { .src = { .t = HX_J_LIST, .u.q = q } };
         l->tested = true;
         l->n = l->index0 + 1 + (l->peek.t != HX_J_ABSENT) + (int64_t)k;
     }
@@ -968,7 +1032,7 @@ static int loop_advance(hx_jvm *vm, hx_jloop *l)
         if ((rc = loop_pull(vm, l, &next)) != 1)
             return rc;
     }
-    l->peek = (hx_jval){ .t = HX_J_ABSENT };
+    l->peek = (hx_jval) { .t = HX_J_ABSENT };
     l->index0++;
     l->prev = l->cur;
     l->cur = next;
@@ -1072,12 +1136,14 @@ static int set_target(hx_jvm *vm, const hx_jnode *t, hx_jval v)
     if ((rc = get_name(vm, t->sym, &space)) != 0)
         return rc;
     if (space.t != HX_J_SPACE)
-        return hx_jvm_fail(vm, HX_EFORMAT, "cannot assign attribute on non-namespace object");
+        return hx_jvm_fail(vm, HX_EFORMAT,
+                           "cannot assign attribute on non-namespace object");
     return hx_jdict_put(vm, space.u.m, t->val, v);
 }
 
 /* Captures body in a scope of its own, then runs filters (an expression over BODY). */
-static int filtered(hx_jvm *vm, const hx_jnode *body, const hx_jnode *filters, hx_jval *out)
+static int filtered(hx_jvm *vm, const hx_jnode *body, const hx_jnode *filters,
+                    hx_jval *out)
 {
     hx_jframe *outer = vm->frame;
     const hx_jval saved = vm->body;
@@ -1099,7 +1165,8 @@ static int filtered(hx_jvm *vm, const hx_jnode *body, const hx_jnode *filters, h
 static int exec_set(hx_jvm *vm, const hx_jnode *n)
 {
     hx_jval v;
-    const int rc = n->kind == HX_N_SET ? eval(vm, n->b, &v) : filtered(vm, n->body, n->b, &v);
+    const int rc =
+        n->kind == HX_N_SET ? eval(vm, n->b, &v) : filtered(vm, n->body, n->b, &v);
 
     vm->line = rc == 0 ? n->line : vm->line;
     return rc != 0 ? rc : set_target(vm, n->a, v);
@@ -1123,9 +1190,9 @@ static int make_macro(hx_jvm *vm, const hx_jnode *n, hx_jval *out)
 
     if (m == NULL)
         return HX_ENOMEM;
-    *m = (hx_jmacro){ n, vm->frame };
+    *m = (hx_jmacro) { n, vm->frame };
     frame_capture(vm);
-    *out = (hx_jval){ .t = HX_J_MACRO, .u.mac = m };
+    *out = (hx_jval) { .t = HX_J_MACRO, .u.mac = m };
     return 0;
 }
 
@@ -1160,7 +1227,7 @@ static int exec_scope(hx_jvm *vm, const hx_jnode *n)
     if ((rc = frame_push(vm, outer)) != 0)
         return rc;
     inner = vm->frame;
-    vm->frame = outer;          /* values of with see the scope outside */
+    vm->frame = outer; /* values of with see the scope outside */
     for (const hx_jnode *t = n->a, *e = n->b; t != NULL; t = t->next, e = e->next) {
         if ((rc = eval(vm, e, &v)) != 0 || (rc = set_in(vm, inner, t->sym, v)) != 0)
             return rc;
@@ -1178,18 +1245,28 @@ static int exec(hx_jvm *vm, const hx_jnode *n)
     case HX_N_TEXT:
         hx_jbuf_put(vm->out, n->val.u.s);
         return vm->out->rc;
-    case HX_N_PRINT:        return exec_print(vm, n);
-    case HX_N_IF:           return exec_if(vm, n);
-    case HX_N_FOR:          return exec_for(vm, n);
+    case HX_N_PRINT:
+        return exec_print(vm, n);
+    case HX_N_IF:
+        return exec_if(vm, n);
+    case HX_N_FOR:
+        return exec_for(vm, n);
     case HX_N_SET:
-    case HX_N_SET_BLOCK:    return exec_set(vm, n);
-    case HX_N_MACRO:        return exec_macro(vm, n);
-    case HX_N_CALL_BLOCK:   return exec_call_block(vm, n);
-    case HX_N_FILTER_BLOCK: return exec_filter_block(vm, n);
+    case HX_N_SET_BLOCK:
+        return exec_set(vm, n);
+    case HX_N_MACRO:
+        return exec_macro(vm, n);
+    case HX_N_CALL_BLOCK:
+        return exec_call_block(vm, n);
+    case HX_N_FILTER_BLOCK:
+        return exec_filter_block(vm, n);
     case HX_N_WITH:
-    case HX_N_SCOPE:        return exec_scope(vm, n);
-    case HX_N_BREAK:        return FLOW_BREAK;
-    case HX_N_CONTINUE:     return FLOW_CONTINUE;
+    case HX_N_SCOPE:
+        return exec_scope(vm, n);
+    case HX_N_BREAK:
+        return FLOW_BREAK;
+    case HX_N_CONTINUE:
+        return FLOW_CONTINUE;
     default:
         hx_panic(__FILE__, __LINE__, "expression where a statement belongs");
         return HX_EARG;
@@ -1254,36 +1331,48 @@ static int load_vars(hx_jvm *vm, const hx_json *vars)
     for (uint32_t s = 0; s < t->n_sym; s++) {
         const hx_jbuiltin *fn = hx_jcall_global(t->sym[s]);
         if (fn != NULL)
-            vm->root[s] = (hx_jval){ .t = HX_J_FUNC, .u.fn = fn };
+            vm->root[s] = (hx_jval) { .t = HX_J_FUNC, .u.fn = fn };
     }
     for (size_t i = 0; i < hx_json_len(vars); i++) {
         const hx_json *v = hx_json_member(vars, i, &key);
         for (uint32_t s = 0; s < t->n_sym; s++) {
-            if (hx_str_eq(t->sym[s], key) && (rc = hx_jval_from_json(vm, v, &vm->root[s])) != 0)
+            if (hx_str_eq(t->sym[s], key) &&
+                (rc = hx_jval_from_json(vm, v, &vm->root[s])) != 0)
                 return rc;
         }
     }
     return 0;
 }
 
-int hx_jinja_run(const hx_jinja *t, const hx_json *vars, const hx_jinja_opt *opt, hx_sb *text,
-                 hx_sb *user, hx_err *err)
+int hx_jinja_run(const hx_jinja *t, const hx_json *vars, const hx_jinja_opt *opt,
+                 hx_sb *text, hx_sb *user, hx_err *err)
 {
     const size_t n0 = text->n, u0 = user != NULL ? user->n : 0;
     char block[256];
+    size_t cap;
     hx_arena mem;
     hx_jbuf b;
-    hx_jvm vm = { .t = t, .mem = &mem, .err = err, .name = t->name, .line = 1,
-                  .max_steps = opt != NULL && opt->max_steps > 0 ? opt->max_steps : 50000000,
-                  .now_s = opt != NULL ? opt->now_s : 0, .track = user != NULL };
+    hx_jvm vm = { .t = t,
+                  .mem = &mem,
+                  .err = err,
+                  .name = t->name,
+                  .line = 1,
+                  .max_steps =
+                      opt != NULL && opt->max_steps > 0 ? opt->max_steps : 50000000,
+                  .now_s = opt != NULL ? opt->now_s : 0,
+                  .track = user != NULL };
     int rc;
 
     if (hx_json_kind(vars) != HX_JSON_OBJECT && vars != NULL)
-        return hx_fail(err, HX_EARG, "%s: variables are a JSON %s, expected an object", t->name,
-                       hx_json_kind_name(vars));
-    hx_arena_init(&mem, HX_J_MEM_MAX);
-    b = (hx_jbuf){ .vm = &vm,
-                   .max = opt != NULL && opt->max_bytes > 0 ? opt->max_bytes : (size_t)64 << 20 };
+        return hx_fail(err, HX_EARG, "%s: variables are a JSON %s, expected an object",
+                       t->name, hx_json_kind_name(vars));
+    b = (hx_jbuf) { .vm = &vm,
+                    .max = opt != NULL && opt->max_bytes > 0 ? opt->max_bytes
+                                                             : (size_t)64 << 20 };
+    if (!hx_mul(b.max, HX_J_MEM_OUT, &cap) || cap > SIZE_MAX - HX_J_MEM_MAX)
+        return hx_fail(err, HX_EARG, "%s: output bound of %zu bytes is too large",
+                       t->name, b.max);
+    hx_arena_init(&mem, HX_J_MEM_MAX + cap);
     vm.out = &b;
     if ((rc = load_vars(&vm, vars)) != 0 || (rc = exec_body(&vm, t->body)) != 0)
         goto fail;
@@ -1294,7 +1383,8 @@ int hx_jinja_run(const hx_jinja *t, const hx_json *vars, const hx_jinja_opt *opt
     for (size_t i = 0; user != NULL && b.mark == NULL && i < b.n; i += sizeof block)
         hx_sb_add(user, block, HX_MIN(sizeof block, b.n - i));
     if (text->bad || (user != NULL && user->bad))
-        rc = hx_fail(err, HX_ENOMEM, "%s: no memory for %zu bytes of output", t->name, b.n);
+        rc = hx_fail(err, HX_ENOMEM, "%s: no memory for %zu bytes of output", t->name,
+                     b.n);
 fail:
     if (rc != 0) {
         text->n = n0;

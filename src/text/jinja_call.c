@@ -1,8 +1,9 @@
-/* jinja_call.c - everything a template can call by name: filters, tests, methods of lists,
- * dicts and loops, global functions. One row of a table each.
+/* jinja_call.c - everything a template can call by name: filters, tests, methods of
+ * lists, dicts and loops, global functions. One row of a table each.
  *
- * Called by jinja.c (run) and jinja_parse.c (names are resolved when a template is opened).
- * What jinja2 knows and this does not is in the tables too, so that it is refused by name. */
+ * Called by jinja.c (run) and jinja_parse.c (names are resolved when a template is
+ * opened). What jinja2 knows and this does not is in the tables too, so that it is
+ * refused by name. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,10 +13,9 @@
 
 #define CALL(name) static int name(hx_jvm *vm, const hx_jcall *c, hx_jval *out)
 
-enum { RANGE_MAX = 100000 };    /* longest range, as in the sandbox of jinja2 */
+enum { RANGE_MAX = 100000 }; /* longest range, as in the sandbox of jinja2 */
 
 static const char REFUSED[] = "is outside the subset";
-static const char UNSAFE[] = "changes a value in place";
 
 static bool given(hx_jval v)
 {
@@ -47,8 +47,9 @@ static int bind(hx_jvm *vm, const hx_jbuiltin *fn, const hx_jargs *args, hx_jcal
     find_param(fn->params, NULL, &n);
     hx_assert(n <= HX_J_ARGS_MAX);
     if (args->n > (size_t)n)
-        return hx_jvm_fail(vm, HX_EFORMAT, "%s takes at most %d arguments, %zu were given",
-                           fn->name, n, args->n);
+        return hx_jvm_fail(vm, HX_EFORMAT,
+                           "%s takes at most %d arguments, %zu were given", fn->name, n,
+                           args->n);
     for (size_t i = 0; i < args->n; i++)
         c->a[i] = args->v[i];
     for (size_t i = 0; i < args->n_key; i++) {
@@ -56,7 +57,8 @@ static int bind(hx_jvm *vm, const hx_jbuiltin *fn, const hx_jargs *args, hx_jcal
         const int at = find_param(fn->params, key, &n);
         if (at < 0 || given(c->a[at]))
             return hx_jvm_fail(vm, HX_EFORMAT, "%s: %s argument '%.*s'", fn->name,
-                               at < 0 ? "unexpected" : "second", (int)HX_MIN(key->n, 60), key->p);
+                               at < 0 ? "unexpected" : "second", (int)HX_MIN(key->n, 60),
+                               key->p);
         c->a[at] = args->v[args->n + i];
     }
     for (const char *p = fn->params; *p != 0; k++) {
@@ -73,7 +75,7 @@ static int bind(hx_jvm *vm, const hx_jbuiltin *fn, const hx_jargs *args, hx_jcal
 int hx_jcall_run(hx_jvm *vm, const hx_jbuiltin *fn, hx_jval self, const hx_jargs *args,
                  hx_jval *out)
 {
-    hx_jcall c = { .self = self, .raw = args };
+    hx_jcall c = { .self = self, .raw = args, .arg = fn->arg };
     int rc;
 
     if (fn->fn == NULL)
@@ -100,7 +102,7 @@ static const hx_jbuiltin *find(const hx_jbuiltin *table, const char *name, size_
 
 static hx_jval str_val(const hx_jstr *s)
 {
-    return (hx_jval){ .t = HX_J_STR, .u.s = s };
+    return (hx_jval) { .t = HX_J_STR, .u.s = s };
 }
 
 static int undef_self(hx_jvm *vm, const hx_jcall *c)
@@ -125,7 +127,7 @@ static int make_path(hx_jvm *vm, const hx_jstr *s, hx_jval attr, const hx_jseq *
         n += s->p[i] == '.';
     if ((part = hx_jvm_alloc(vm, n, sizeof *part)) == NULL)
         return HX_ENOMEM;
-    *q = (hx_jseq){ part, n };
+    *q = (hx_jseq) { part, n };
     part[0] = attr;
     for (size_t k = 0; s != NULL && k < n; k++) {
         const char *dot = memchr(s->p + at, '.', s->n - at);
@@ -148,7 +150,8 @@ static int path_of(hx_jvm *vm, hx_jval attr, const hx_jseq **out)
     return make_path(vm, attr.t == HX_J_STR ? attr.u.s : NULL, attr, out);
 }
 
-static int follow(hx_jvm *vm, const hx_jseq *path, hx_jval dflt, hx_jval item, hx_jval *out)
+static int follow(hx_jvm *vm, const hx_jseq *path, hx_jval dflt, hx_jval item,
+                  hx_jval *out)
 {
     int rc;
 
@@ -169,18 +172,13 @@ static int ignore_case(hx_jvm *vm, bool sensitive, hx_jval *v)
 
 /* ---- filters over texts ---------------------------------------------- */
 
-static int case_filter(hx_jvm *vm, const hx_jcall *c, hx_jcase to, hx_jval *out)
+CALL(f_case)
 {
     const hx_jstr *s;
     const int rc = hx_jval_str(vm, c->self, &s);
 
-    return rc != 0 ? rc : hx_jtext_case(vm, s, to, out);
+    return rc != 0 ? rc : hx_jtext_case(vm, s, (hx_jcase)c->arg, out);
 }
-
-CALL(f_upper) { return case_filter(vm, c, HX_J_UPPER, out); }
-CALL(f_lower) { return case_filter(vm, c, HX_J_LOWER, out); }
-CALL(f_title) { return case_filter(vm, c, HX_J_TITLE, out); }
-CALL(f_capitalize) { return case_filter(vm, c, HX_J_CAPITALIZE, out); }
 
 CALL(f_trim)
 {
@@ -201,7 +199,8 @@ CALL(f_replace)
     int64_t count;
     int rc;
 
-    if ((rc = hx_jval_str(vm, c->self, &s)) != 0 || (rc = hx_jval_str(vm, c->a[0], &old)) != 0 ||
+    if ((rc = hx_jval_str(vm, c->self, &s)) != 0 ||
+        (rc = hx_jval_str(vm, c->a[0], &old)) != 0 ||
         (rc = hx_jval_str(vm, c->a[1], &new)) != 0)
         return rc;
     count = -1;
@@ -249,7 +248,8 @@ CALL(f_indent)
     int rc;
 
     if ((rc = hx_jtext_want(vm, c->self, "indent: the value", &s)) != 0 ||
-        (by == NULL && (rc = hx_jtext_want_int(vm, c->a[0], "indent: width", 4, &width)) != 0) ||
+        (by == NULL &&
+         (rc = hx_jtext_want_int(vm, c->a[0], "indent: width", 4, &width)) != 0) ||
         (rc = hx_jstr_cat(vm, s, &LINE_END, &lines)) != 0)
         return rc;
     for (size_t from = 0; from < lines.u.s->n && b.rc == 0; from = after) {
@@ -275,8 +275,9 @@ CALL(f_format)
     if ((rc = hx_jval_str(vm, c->self, &s)) != 0)
         return rc;
     if (c->raw->n > 0 && c->raw->n_key > 0)
-        return hx_jvm_fail(vm, HX_EFORMAT,
-                           "format: can't handle positional and keyword arguments at the same time");
+        return hx_jvm_fail(
+            vm, HX_EFORMAT,
+            "format: can't handle positional and keyword arguments at the same time");
     if (c->raw->n_key == 0) {
         if ((rc = hx_jval_list(vm, HX_J_TUPLE, c->raw->n, &item, &arg)) != 0)
             return rc;
@@ -289,7 +290,7 @@ CALL(f_format)
             if ((rc = hx_jdict_put(vm, d, str_val(c->raw->key[i]), c->raw->v[i])) != 0)
                 return rc;
         }
-        arg = (hx_jval){ .t = HX_J_DICT, .u.m = d };
+        arg = (hx_jval) { .t = HX_J_DICT, .u.m = d };
     }
     return hx_jformat_percent(vm, s, arg, out);
 }
@@ -346,7 +347,8 @@ CALL(f_tojson)
 
 /* What int() and float() see of a text: no white space around it, no single underscores
  * between characters of `around`. 1: copied to `to`; 0: they raise ValueError. */
-static int number_text(hx_jvm *vm, const hx_jstr *s, const char *around, char *to, size_t cap)
+static int number_text(hx_jvm *vm, const hx_jstr *s, const char *around, char *to,
+                       size_t cap)
 {
     size_t from = 0, end = s->n, n = 0, len;
 
@@ -360,7 +362,8 @@ static int number_text(hx_jvm *vm, const hx_jstr *s, const char *around, char *t
     while (end > from && hx_jinja_is_space((uint8_t)s->p[end - 1]))
         end--;
     for (size_t i = from; i < end; i++) {
-        const bool inside = i > from && i + 1 < end && strchr(around, s->p[i - 1]) != NULL &&
+        const bool inside = i > from && i + 1 < end &&
+                            strchr(around, s->p[i - 1]) != NULL &&
                             strchr(around, s->p[i + 1]) != NULL;
         if (s->p[i] == 0 || n + 1 >= cap || (s->p[i] == '_' && !inside))
             return 0;
@@ -388,9 +391,11 @@ static int parse_int(hx_jvm *vm, const hx_jstr *s, int64_t base, int64_t *out)
     char text[128], *p = text, *end;
     uint64_t v = 0;
     bool negative = false;
-    const int rc = number_text(vm, s, base == 10 ? "0123456789"
-                               : "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ",
-                               text, sizeof text);
+    const int rc = number_text(
+        vm, s,
+        base == 10 ? "0123456789"
+                   : "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ",
+        text, sizeof text);
 
     if (rc != 1)
         return rc;
@@ -405,7 +410,9 @@ static int parse_int(hx_jvm *vm, const hx_jstr *s, int64_t base, int64_t *out)
     base = base == 0 ? 10 : base;
     for (end = p; *end != 0; end++) {
         const char c = (char)(*end | 0x20);
-        const int64_t d = *end >= '0' && *end <= '9' ? *end - '0' : c >= 'a' && c <= 'z' ? c - 'a' + 10 : 99;
+        const int64_t d = *end >= '0' && *end <= '9' ? *end - '0'
+                          : c >= 'a' && c <= 'z'     ? c - 'a' + 10
+                                                     : 99;
         if (d >= base)
             return 0;
         if (v > (INT64_MAX - (uint64_t)d) / (uint64_t)base)
@@ -419,7 +426,8 @@ static int parse_int(hx_jvm *vm, const hx_jstr *s, int64_t base, int64_t *out)
 static int float_to_int(hx_jvm *vm, double d, hx_jval dflt, hx_jval *out)
 {
     if (isinf(d))
-        return hx_jvm_fail(vm, HX_EFORMAT, "int: cannot convert float infinity to integer");
+        return hx_jvm_fail(vm, HX_EFORMAT,
+                           "int: cannot convert float infinity to integer");
     if (fabs(d) >= 9.2e18)
         return hx_jvm_fail(vm, HX_EUNSUP, "int: %g is over 64 bits", d);
     *out = isnan(d) ? dflt : hx_jint((int64_t)d);
@@ -468,7 +476,8 @@ CALL(f_float)
     *out = given(c->a[0]) ? c->a[0] : hx_jfloat(0);
     if (hx_jval_is_num(v))
         *out = hx_jfloat(hx_jval_as_double(v));
-    else if ((v.t == HX_J_STR || v.t == HX_J_BIG) && (rc = parse_float(vm, v.u.s, &d)) == 1)
+    else if ((v.t == HX_J_STR || v.t == HX_J_BIG) &&
+             (rc = parse_float(vm, v.u.s, &d)) == 1)
         *out = hx_jfloat(d);
     return HX_MIN(rc, 0);
 }
@@ -491,7 +500,8 @@ CALL(f_abs)
     return 0;
 }
 
-/* round() of Python is exact: it rounds the decimal expansion, ties to even, as printf does. */
+/* round() of Python is exact: it rounds the decimal expansion, ties to even, as printf
+ * does. */
 static double round_digits(double d, int64_t prec)
 {
     char text[640];
@@ -515,7 +525,8 @@ CALL(f_round)
 
     if ((rc = undef_self(vm, c)) != 0 ||
         (rc = hx_jtext_want_int(vm, c->a[0], "round: precision", 0, &prec)) != 0 ||
-        (given(c->a[1]) && (rc = hx_jtext_want(vm, c->a[1], "round: method", &method)) != 0))
+        (given(c->a[1]) &&
+         (rc = hx_jtext_want(vm, c->a[1], "round: method", &method)) != 0))
         return rc;
     const bool up = method != NULL && hx_jstr_is(method, "ceil");
     const bool down = method != NULL && hx_jstr_is(method, "floor");
@@ -527,7 +538,8 @@ CALL(f_round)
     if (!up && !down) {
         if (v.t != HX_J_FLOAT && prec < 0)
             return hx_jvm_fail(vm, HX_EUNSUP, "round: negative precision for integers");
-        *out = v.t == HX_J_FLOAT ? hx_jfloat(round_digits(v.u.d, prec)) : hx_jint(hx_jval_as_int(v));
+        *out = v.t == HX_J_FLOAT ? hx_jfloat(round_digits(v.u.d, prec))
+                                 : hx_jint(hx_jval_as_int(v));
         return 0;
     }
     const double p = pow(10, (double)prec), d = hx_jval_as_double(v) * p;
@@ -565,7 +577,8 @@ CALL(f_first)
     hx_jiter it;
     int rc;
 
-    if ((rc = hx_jiter_init(vm, &it, c->self)) != 0 || (rc = hx_jiter_next(vm, &it, out)) < 0)
+    if ((rc = hx_jiter_init(vm, &it, c->self)) != 0 ||
+        (rc = hx_jiter_next(vm, &it, out)) < 0)
         return rc;
     return rc == 1 ? 0 : hx_jval_hint(vm, "No first item, sequence was empty.", out);
 }
@@ -598,7 +611,7 @@ CALL(f_list)
     if ((rc = hx_jiter_list(vm, c->self, &q)) != 0)
         return rc;
     *copy = *q;
-    *out = (hx_jval){ .t = HX_J_LIST, .u.q = copy };
+    *out = (hx_jval) { .t = HX_J_LIST, .u.q = copy };
     return 0;
 }
 
@@ -612,10 +625,11 @@ CALL(f_join)
     int rc;
 
     if ((given(c->a[0]) && (rc = hx_jval_str(vm, c->a[0], &sep)) != 0) ||
-        (rc = path_of(vm, c->a[1], &path)) != 0 || (rc = hx_jiter_init(vm, &it, c->self)) != 0)
+        (rc = path_of(vm, c->a[1], &path)) != 0 ||
+        (rc = hx_jiter_init(vm, &it, c->self)) != 0)
         return rc;
     for (size_t i = 0; (rc = hx_jiter_next(vm, &it, &x)) == 1; i++) {
-        if ((rc = follow(vm, path, (hx_jval){ .t = HX_J_ABSENT }, x, &x)) != 0 ||
+        if ((rc = follow(vm, path, (hx_jval) { .t = HX_J_ABSENT }, x, &x)) != 0 ||
             (rc = hx_jval_str(vm, x, &s)) != 0)
             return rc;
         if (i > 0 && sep != NULL)
@@ -626,7 +640,8 @@ CALL(f_join)
 }
 
 /* Keys to sort by: "a,b" gives lists of two. */
-static int sort_keys(hx_jvm *vm, const hx_jseq *q, hx_jval attr, bool sensitive, hx_jval *key)
+static int sort_keys(hx_jvm *vm, const hx_jseq *q, hx_jval attr, bool sensitive,
+                     hx_jval *key)
 {
     const hx_jstr *s = attr.t == HX_J_STR ? attr.u.s : NULL;
     const hx_jseq *path[16];
@@ -644,7 +659,8 @@ static int sort_keys(hx_jvm *vm, const hx_jseq *q, hx_jval attr, bool sensitive,
                 return rc;
         }
         if (n == HX_LEN(path))
-            return hx_jvm_fail(vm, HX_EUNSUP, "sort: more than %zu attributes", HX_LEN(path));
+            return hx_jvm_fail(vm, HX_EUNSUP, "sort: more than %zu attributes",
+                               HX_LEN(path));
         if ((rc = path_of(vm, one, &path[n++])) != 0)
             return rc;
         at = end + 1;
@@ -653,7 +669,8 @@ static int sort_keys(hx_jvm *vm, const hx_jseq *q, hx_jval attr, bool sensitive,
         if ((rc = hx_jval_list(vm, HX_J_LIST, n, &part, &key[i])) != 0)
             return rc;
         for (size_t k = 0; k < n; k++) {
-            if ((rc = follow(vm, path[k], (hx_jval){ .t = HX_J_ABSENT }, q->v[i], &part[k])) != 0 ||
+            if ((rc = follow(vm, path[k], (hx_jval) { .t = HX_J_ABSENT }, q->v[i],
+                             &part[k])) != 0 ||
                 (rc = ignore_case(vm, sensitive, &part[k])) != 0)
                 return rc;
         }
@@ -662,7 +679,8 @@ static int sort_keys(hx_jvm *vm, const hx_jseq *q, hx_jval attr, bool sensitive,
 }
 
 /* Items of q in the order of key. */
-static int sorted(hx_jvm *vm, const hx_jseq *q, const hx_jval *key, bool reverse, hx_jval *out)
+static int sorted(hx_jvm *vm, const hx_jseq *q, const hx_jval *key, bool reverse,
+                  hx_jval *out)
 {
     uint32_t *order = hx_jvm_alloc(vm, q->n, sizeof *order);
     hx_jval *item;
@@ -720,7 +738,8 @@ CALL(f_dictsort)
     if (by != NULL && !hx_jstr_is(by, "key") && !hx_jstr_is(by, "value"))
         return hx_jvm_fail(vm, HX_EFORMAT, "dictsort: by must be \"key\" or \"value\"");
     if (c->self.t != HX_J_DICT)
-        return hx_jvm_fail(vm, HX_EFORMAT, "dictsort: '%s' is no dict", hx_jval_type(c->self));
+        return hx_jvm_fail(vm, HX_EFORMAT, "dictsort: '%s' is no dict",
+                           hx_jval_type(c->self));
     if ((rc = dict_pairs(vm, c->self.u.m, HX_J_LIST, &pairs)) != 0)
         return rc;
     if ((key = hx_jvm_alloc(vm, pairs.u.q->n, sizeof *key)) == NULL)
@@ -733,7 +752,8 @@ CALL(f_dictsort)
     return sorted(vm, pairs.u.q, key, hx_jval_truthy(c->a[2]), out);
 }
 
-static int extreme(hx_jvm *vm, const hx_jcall *c, hx_jop op, hx_jval *out)
+/* min and max; arg: the comparison that a better item passes. */
+CALL(f_extreme)
 {
     hx_jval key, best = { .t = HX_J_ABSENT };
     const bool sensitive = hx_jval_truthy(c->a[0]);
@@ -742,13 +762,15 @@ static int extreme(hx_jvm *vm, const hx_jcall *c, hx_jop op, hx_jval *out)
     hx_jval x;
     int rc;
 
-    if ((rc = path_of(vm, c->a[1], &path)) != 0 || (rc = hx_jiter_init(vm, &it, c->self)) != 0)
+    if ((rc = path_of(vm, c->a[1], &path)) != 0 ||
+        (rc = hx_jiter_init(vm, &it, c->self)) != 0)
         return rc;
     while ((rc = hx_jiter_next(vm, &it, &x)) == 1) {
         bool better = !given(best);
-        if ((rc = follow(vm, path, (hx_jval){ .t = HX_J_ABSENT }, x, &key)) != 0 ||
+        if ((rc = follow(vm, path, (hx_jval) { .t = HX_J_ABSENT }, x, &key)) != 0 ||
             (rc = ignore_case(vm, sensitive, &key)) != 0 ||
-            (given(best) && (rc = hx_jval_compare(vm, op, key, best, &better)) != 0))
+            (given(best) &&
+             (rc = hx_jval_compare(vm, (hx_jop)c->arg, key, best, &better)) != 0))
             return rc;
         if (better) {
             best = key;
@@ -760,9 +782,6 @@ static int extreme(hx_jvm *vm, const hx_jcall *c, hx_jop op, hx_jval *out)
     return hx_jval_hint(vm, "No aggregated item, sequence was empty.", out);
 }
 
-CALL(f_min) { return extreme(vm, c, HX_OP_LT, out); }
-CALL(f_max) { return extreme(vm, c, HX_OP_GT, out); }
-
 CALL(f_sum)
 {
     const hx_jseq *path;
@@ -773,10 +792,11 @@ CALL(f_sum)
     *out = given(c->a[1]) ? c->a[1] : hx_jint(0);
     if (out->t == HX_J_STR)
         return hx_jvm_fail(vm, HX_EFORMAT, "sum: strings cannot be summed, use join");
-    if ((rc = path_of(vm, c->a[0], &path)) != 0 || (rc = hx_jiter_init(vm, &it, c->self)) != 0)
+    if ((rc = path_of(vm, c->a[0], &path)) != 0 ||
+        (rc = hx_jiter_init(vm, &it, c->self)) != 0)
         return rc;
     while ((rc = hx_jiter_next(vm, &it, &x)) == 1) {
-        if ((rc = follow(vm, path, (hx_jval){ .t = HX_J_ABSENT }, x, &x)) != 0 ||
+        if ((rc = follow(vm, path, (hx_jval) { .t = HX_J_ABSENT }, x, &x)) != 0 ||
             (rc = hx_jinja_binary(vm, HX_OP_ADD, *out, x, out)) != 0)
             return rc;
     }
@@ -785,15 +805,15 @@ CALL(f_sum)
 
 /* ---- generators ------------------------------------------------------ */
 
-static int gen_new(hx_jvm *vm, int (*next)(hx_jvm *vm, hx_jgen *g, hx_jval *out), hx_jval src,
-                   void *state, hx_jval *out)
+static int gen_new(hx_jvm *vm, int (*next)(hx_jvm *vm, hx_jgen *g, hx_jval *out),
+                   hx_jval src, void *state, hx_jval *out)
 {
     hx_jgen *g = hx_jvm_alloc(vm, 1, sizeof *g);
 
     if (g == NULL)
         return HX_ENOMEM;
-    *g = (hx_jgen){ .next = next, .it = { .src = src }, .state = state };
-    *out = (hx_jval){ .t = HX_J_GEN, .u.g = g };
+    *g = (hx_jgen) { .next = next, .it = { .src = src }, .state = state };
+    *out = (hx_jval) { .t = HX_J_GEN, .u.g = g };
     return 0;
 }
 
@@ -812,7 +832,8 @@ CALL(f_items)
         if ((rc = dict_pairs(vm, c->self.u.m, HX_J_LIST, &pairs)) != 0)
             return rc;
     } else if (c->self.t != HX_J_UNDEF) {
-        return hx_jvm_fail(vm, HX_EFORMAT, "items: can only get item pairs from a mapping");
+        return hx_jvm_fail(vm, HX_EFORMAT,
+                           "items: can only get item pairs from a mapping");
     }
     return gen_new(vm, next_plain, pairs, NULL, out);
 }
@@ -850,11 +871,11 @@ CALL(f_reverse)
 /* map, select, reject, selectattr, rejectattr: a path into each item, then a filter or a
  * test, which decides (keep) or is the result. */
 typedef struct {
-    hx_jargs args;              /* of the call; those of fn are inside */
+    hx_jargs args; /* of the call; those of fn are inside */
     const hx_jseq *path;
     const hx_jbuiltin *fn;
-    hx_jval  dflt;
-    bool     map, by_attr, negate;
+    hx_jval dflt;
+    bool map, by_attr, negate;
 } mapper;
 
 static int mapper_fn(hx_jvm *vm, mapper *m)
@@ -865,13 +886,14 @@ static int mapper_fn(hx_jvm *vm, mapper *m)
 
     if (!named)
         return m->map ? hx_jvm_fail(vm, HX_EFORMAT, "map requires a filter argument") : 0;
-    if ((rc = hx_jtext_want(vm, m->args.v[0], m->map ? "map: filter" : "select: test", &name)) != 0)
+    if ((rc = hx_jtext_want(vm, m->args.v[0], m->map ? "map: filter" : "select: test",
+                            &name)) != 0)
         return rc;
     const hx_str n = { name->p, name->n };
     m->fn = m->map ? hx_jcall_filter(n) : hx_jcall_test(n);
     if (m->fn == NULL)
-        return hx_jvm_fail(vm, HX_EUNSUP, "%s \"%.*s\" is not known", m->map ? "filter" : "test",
-                           (int)HX_MIN(name->n, 60), name->p);
+        return hx_jvm_fail(vm, HX_EUNSUP, "%s \"%.*s\" is not known",
+                           m->map ? "filter" : "test", (int)HX_MIN(name->n, 60), name->p);
     m->args.v++;
     m->args.n--;
     return 0;
@@ -904,7 +926,7 @@ static int mapper_begin(hx_jvm *vm, hx_jgen *g)
 
     g->begun = true;
     if (!hx_jval_truthy(src)) {
-        g->it.src = (hx_jval){ .t = HX_J_UNDEF };
+        g->it.src = (hx_jval) { .t = HX_J_UNDEF };
         return 0;
     }
     for (size_t k = 0; m->map && m->args.n == 0 && k < m->args.n_key; k++)
@@ -946,32 +968,27 @@ static int mapper_next(hx_jvm *vm, hx_jgen *g, hx_jval *out)
     return rc;
 }
 
-static int mapper_new(hx_jvm *vm, const hx_jcall *c, mapper like, hx_jval *out)
+enum { MAP = 1, BY_ATTR = 2, NEGATE = 4 };
+
+CALL(f_mapper)
 {
     mapper *m = hx_jvm_alloc(vm, 1, sizeof *m);
 
     if (m == NULL)
         return HX_ENOMEM;
-    *m = like;
+    m->map = c->arg & MAP;
+    m->by_attr = c->arg & BY_ATTR;
+    m->negate = c->arg & NEGATE;
     m->args = *c->raw;
     return gen_new(vm, mapper_next, c->self, m, out);
-}
-
-CALL(f_map) { return mapper_new(vm, c, (mapper){ .map = true }, out); }
-CALL(f_select) { return mapper_new(vm, c, (mapper){ 0 }, out); }
-CALL(f_reject) { return mapper_new(vm, c, (mapper){ .negate = true }, out); }
-CALL(f_selectattr) { return mapper_new(vm, c, (mapper){ .by_attr = true }, out); }
-CALL(f_rejectattr)
-{
-    return mapper_new(vm, c, (mapper){ .by_attr = true, .negate = true }, out);
 }
 
 /* seen holds what came so far; a linear search, counted as work. */
 typedef struct {
     const hx_jseq *path;
     hx_jval *seen;
-    size_t   n, cap;
-    bool     sensitive;
+    size_t n, cap;
+    bool sensitive;
 } uniq;
 
 static int uniq_is_new(hx_jvm *vm, uniq *u, hx_jval key)
@@ -980,7 +997,8 @@ static int uniq_is_new(hx_jvm *vm, uniq *u, hx_jval key)
     int rc;
 
     if (!hx_jdict_hashable(key))
-        return hx_jvm_fail(vm, HX_EFORMAT, "unique: unhashable type: '%s'", hx_jval_type(key));
+        return hx_jvm_fail(vm, HX_EFORMAT, "unique: unhashable type: '%s'",
+                           hx_jval_type(key));
     for (size_t i = 0; i < u->n && !same; i++) {
         if ((rc = hx_jval_equal(vm, u->seen[i], key, &same)) != 0)
             return rc;
@@ -1011,7 +1029,7 @@ static int uniq_next(hx_jvm *vm, hx_jgen *g, hx_jval *out)
         return rc;
     g->begun = true;
     while ((rc = hx_jiter_next(vm, &g->it, out)) == 1) {
-        if ((rc = follow(vm, u->path, (hx_jval){ .t = HX_J_ABSENT }, *out, &key)) != 0 ||
+        if ((rc = follow(vm, u->path, (hx_jval) { .t = HX_J_ABSENT }, *out, &key)) != 0 ||
             (rc = ignore_case(vm, u->sensitive, &key)) != 0 ||
             (rc = uniq_is_new(vm, u, key)) != 0)
             return rc;
@@ -1033,8 +1051,8 @@ CALL(f_unique)
 }
 
 /* n items of q from `from`, then fill. */
-static int chunk(hx_jvm *vm, const hx_jseq *q, size_t from, size_t n, size_t n_fill, hx_jval fill,
-                 hx_jval *out)
+static int chunk(hx_jvm *vm, const hx_jseq *q, size_t from, size_t n, size_t n_fill,
+                 hx_jval fill, hx_jval *out)
 {
     hx_jval *item;
     const int rc = hx_jval_list(vm, HX_J_LIST, n + n_fill, &item, out);
@@ -1044,9 +1062,10 @@ static int chunk(hx_jvm *vm, const hx_jseq *q, size_t from, size_t n, size_t n_f
     return rc;
 }
 
-/* batch: rows of n; slice: n columns. Both fill what is missing if asked to. */
-static int chunks(hx_jvm *vm, const hx_jcall *c, bool rows, hx_jval *out)
+/* batch (arg 1): rows of n; slice: n columns. Both fill what is missing if asked to. */
+CALL(f_chunks)
 {
+    const bool rows = c->arg == 1;
     const bool fill = given(c->a[1]) && c->a[1].t != HX_J_NONE;
     hx_jval list, *item;
     const hx_jseq *q;
@@ -1058,64 +1077,62 @@ static int chunks(hx_jvm *vm, const hx_jcall *c, bool rows, hx_jval *out)
         (rc = hx_jiter_list(vm, c->self, &q)) != 0)
         return rc;
     if (n < 1 || n > RANGE_MAX)
-        return hx_jvm_fail(vm, HX_EUNSUP, "%s by %lld", rows ? "batch" : "slice", (long long)n);
+        return hx_jvm_fail(vm, HX_EUNSUP, "%s by %lld", rows ? "batch" : "slice",
+                           (long long)n);
     const size_t k = (size_t)n, count = rows ? (q->n + k - 1) / k : k;
     if ((rc = hx_jval_list(vm, HX_J_LIST, count, &item, &list)) != 0)
         return rc;
     for (size_t i = 0; i < count && rc == 0; i++) {
         const size_t len = rows ? HX_MIN(k, q->n - at) : q->n / k + (i < q->n % k);
-        const size_t pad = !fill ? 0 : rows ? k - len : i >= q->n % k;
+        const size_t pad = !fill ? 0 : rows ? k - len : (size_t)(i >= q->n % k);
         rc = chunk(vm, q, at, len, pad, c->a[1], &item[i]);
         at += len;
     }
     return rc != 0 ? rc : gen_new(vm, next_plain, list, NULL, out);
 }
 
-CALL(f_batch) { return chunks(vm, c, true, out); }
-CALL(f_slice) { return chunks(vm, c, false, out); }
-
 static const hx_jbuiltin FILTERS[] = {
-    { "abs", f_abs, "" },
-    { "batch", f_batch, "linecount fill_with?" },
-    { "capitalize", f_capitalize, "" },
-    { "count", f_length, "" },
-    { "d", f_default, "default_value? boolean?" },
-    { "default", f_default, "default_value? boolean?" },
-    { "dictsort", f_dictsort, "case_sensitive? by? reverse?" },
-    { "e", f_escape, "" },
-    { "escape", f_escape, "" },
-    { "first", f_first, "" },
-    { "float", f_float, "default?" },
-    { "format", f_format, "*" },
-    { "indent", f_indent, "width? first? blank?" },
-    { "int", f_int, "default? base?" },
-    { "items", f_items, "" },
-    { "join", f_join, "d? attribute?" },
-    { "last", f_last, "" },
-    { "length", f_length, "" },
-    { "list", f_list, "" },
-    { "lower", f_lower, "" },
-    { "map", f_map, "*" },
-    { "max", f_max, "case_sensitive? attribute?" },
-    { "min", f_min, "case_sensitive? attribute?" },
-    { "reject", f_reject, "*" },
-    { "rejectattr", f_rejectattr, "*" },
-    { "replace", f_replace, "old new count?" },
-    { "reverse", f_reverse, "" },
-    { "round", f_round, "precision? method?" },
-    { "safe", f_safe, "" },
-    { "select", f_select, "*" },
-    { "selectattr", f_selectattr, "*" },
-    { "slice", f_slice, "slices fill_with?" },
-    { "sort", f_sort, "reverse? case_sensitive? attribute?" },
-    { "string", f_string, "" },
-    { "sum", f_sum, "attribute? start?" },
-    { "title", f_title, "" },
-    { "tojson", f_tojson, "ensure_ascii? indent? separators? sort_keys?" },
-    { "trim", f_trim, "chars?" },
-    { "unique", f_unique, "case_sensitive? attribute?" },
-    { "upper", f_upper, "" },
-    { NULL, NULL, NULL },
+    { "abs", f_abs, "", 0 },
+    { "batch", f_chunks, "linecount fill_with?", 1 },
+    { "capitalize", f_case, "", HX_J_CAPITALIZE },
+    { "count", f_length, "", 0 },
+    { "d", f_default, "default_value? boolean?", 0 },
+    { "default", f_default, "default_value? boolean?", 0 },
+    { "dictsort", f_dictsort, "case_sensitive? by? reverse?", 0 },
+    { "e", f_escape, "", 0 },
+    { "escape", f_escape, "", 0 },
+    { "first", f_first, "", 0 },
+    { "float", f_float, "default?", 0 },
+    { "format", f_format, "*", 0 },
+    { "indent", f_indent, "width? first? blank?", 0 },
+    { "int", f_int, "default? base?", 0 },
+    { "items", f_items, "", 0 },
+    { "join", f_join, "d? attribute?", 0 },
+    { "last", f_last, "", 0 },
+    { "length", f_length, "", 0 },
+    { "list", f_list, "", 0 },
+    { "lower", f_case, "", HX_J_LOWER },
+    { "map", f_mapper, "*", MAP },
+    { "max", f_extreme, "case_sensitive? attribute?", HX_OP_GT },
+    { "min", f_extreme, "case_sensitive? attribute?", HX_OP_LT },
+    { "reject", f_mapper, "*", NEGATE },
+    { "rejectattr", f_mapper, "*", BY_ATTR | NEGATE },
+    { "replace", f_replace, "old new count?", 0 },
+    { "reverse", f_reverse, "", 0 },
+    { "round", f_round, "precision? method?", 0 },
+    { "safe", f_safe, "", 0 },
+    { "select", f_mapper, "*", 0 },
+    { "selectattr", f_mapper, "*", BY_ATTR },
+    { "slice", f_chunks, "slices fill_with?", 0 },
+    { "sort", f_sort, "reverse? case_sensitive? attribute?", 0 },
+    { "string", f_string, "", 0 },
+    { "sum", f_sum, "attribute? start?", 0 },
+    { "title", f_case, "", HX_J_TITLE },
+    { "tojson", f_tojson, "ensure_ascii? indent? separators? sort_keys?", 0 },
+    { "trim", f_trim, "chars?", 0 },
+    { "unique", f_unique, "case_sensitive? attribute?", 0 },
+    { "upper", f_case, "", HX_J_UPPER },
+    { NULL, NULL, NULL, 0 },
 };
 
 /* ---- tests ----------------------------------------------------------- */
@@ -1126,91 +1143,68 @@ static int yes(hx_jval *out, bool b)
     return 0;
 }
 
-CALL(t_defined) { (void)vm; return yes(out, c->self.t != HX_J_UNDEF); }
-CALL(t_undefined) { (void)vm; return yes(out, c->self.t == HX_J_UNDEF); }
-CALL(t_none) { (void)vm; return yes(out, c->self.t == HX_J_NONE); }
-CALL(t_boolean) { (void)vm; return yes(out, c->self.t == HX_J_BOOL); }
-CALL(t_true) { (void)vm; return yes(out, c->self.t == HX_J_BOOL && c->self.u.b); }
-CALL(t_false) { (void)vm; return yes(out, c->self.t == HX_J_BOOL && !c->self.u.b); }
-CALL(t_integer) { (void)vm; return yes(out, c->self.t == HX_J_INT || c->self.t == HX_J_BIG); }
-CALL(t_float) { (void)vm; return yes(out, c->self.t == HX_J_FLOAT); }
-CALL(t_number) { (void)vm; return yes(out, hx_jval_is_num(c->self) || c->self.t == HX_J_BIG); }
-CALL(t_string) { (void)vm; return yes(out, c->self.t == HX_J_STR); }
-CALL(t_mapping) { (void)vm; return yes(out, c->self.t == HX_J_DICT); }
-CALL(t_escaped) { (void)vm; return yes(out, c->self.t == HX_J_STR && c->self.u.s->safe); }
+/* Sets of types; arg of the tests that only look at the type. */
+#define IS(t) (1 << HX_J_##t)
+enum {
+    ANY_INT = IS(INT) | IS(BIG),
+    ANY_NUMBER = IS(BOOL) | IS(FLOAT) | ANY_INT,
+    /* what has a length and can be subscripted; undefined pretends to */
+    SEQUENCE = IS(UNDEF) | IS(STR) | IS(LIST) | IS(TUPLE) | IS(DICT) | IS(RANGE),
+    ITERABLE = SEQUENCE | IS(VIEW) | IS(GEN) | IS(LOOP),
+    CALLABLE = IS(UNDEF) | IS(MACRO) | IS(FUNC) | IS(METHOD) | IS(LOOP)
+};
 
-CALL(t_iterable)
+CALL(t_type)
 {
-    const hx_jtype t = (hx_jtype)c->self.t;
-
     (void)vm;
-    return yes(out, t == HX_J_UNDEF || t == HX_J_LOOP ||
-                        (t >= HX_J_STR && t <= HX_J_GEN));
+    return yes(out, (unsigned)c->arg >> c->self.t & 1);
 }
 
-/* Whatever has a length and can be subscripted. */
-CALL(t_sequence)
+CALL(t_bool)
 {
-    const hx_jtype t = (hx_jtype)c->self.t;
-
     (void)vm;
-    return yes(out, t == HX_J_UNDEF || (t >= HX_J_STR && t <= HX_J_RANGE));
+    return yes(out, c->self.t == HX_J_BOOL && c->self.u.b == (c->arg == 1));
 }
 
-CALL(t_callable)
+CALL(t_escaped)
 {
-    const hx_jtype t = (hx_jtype)c->self.t;
-
     (void)vm;
-    return yes(out, t == HX_J_UNDEF || t == HX_J_MACRO || t == HX_J_FUNC || t == HX_J_METHOD ||
-                        t == HX_J_LOOP);
+    return yes(out, c->self.t == HX_J_STR && c->self.u.s->safe);
 }
 
-static int remainder_is(hx_jvm *vm, hx_jval v, hx_jval by, int64_t want, hx_jval *out)
+/* divisibleby; odd and even by 2, arg being what remains. */
+CALL(t_remainder)
 {
-    hx_jval r;
     bool same;
+    hx_jval r;
     int rc;
 
-    if ((rc = hx_jinja_binary(vm, HX_OP_MOD, v, by, &r)) != 0 ||
-        (rc = hx_jval_equal(vm, r, hx_jint(want), &same)) != 0)
+    if ((rc = hx_jinja_binary(vm, HX_OP_MOD, c->self,
+                              given(c->a[0]) ? c->a[0] : hx_jint(2), &r)) != 0 ||
+        (rc = hx_jval_equal(vm, r, hx_jint(c->arg), &same)) != 0)
         return rc;
     return yes(out, same);
 }
 
-CALL(t_odd) { return remainder_is(vm, c->self, hx_jint(2), 1, out); }
-CALL(t_even) { return remainder_is(vm, c->self, hx_jint(2), 0, out); }
-CALL(t_divisibleby) { return remainder_is(vm, c->self, c->a[0], 0, out); }
-
-static int case_test(hx_jvm *vm, const hx_jcall *c, bool upper, hx_jval *out)
+CALL(t_case)
 {
     const hx_jstr *s;
     const int rc = hx_jval_str(vm, c->self, &s);
 
-    return rc != 0 ? rc : yes(out, hx_jtext_all_case(s, upper));
+    return rc != 0 ? rc : yes(out, hx_jtext_all_case(s, c->arg == HX_J_UPPER));
 }
 
-CALL(t_lower) { return case_test(vm, c, false, out); }
-CALL(t_upper) { return case_test(vm, c, true, out); }
-
-static int compare_test(hx_jvm *vm, const hx_jcall *c, hx_jop op, hx_jval *out)
+CALL(t_compare)
 {
     bool b = false;
-    const int rc = hx_jval_compare(vm, op, c->self, c->a[0], &b);
+    const int rc = hx_jval_compare(vm, (hx_jop)c->arg, c->self, c->a[0], &b);
 
     *out = hx_jbool(b);
     return rc;
 }
 
-CALL(t_eq) { return compare_test(vm, c, HX_OP_EQ, out); }
-CALL(t_ne) { return compare_test(vm, c, HX_OP_NE, out); }
-CALL(t_lt) { return compare_test(vm, c, HX_OP_LT, out); }
-CALL(t_le) { return compare_test(vm, c, HX_OP_LE, out); }
-CALL(t_gt) { return compare_test(vm, c, HX_OP_GT, out); }
-CALL(t_ge) { return compare_test(vm, c, HX_OP_GE, out); }
-CALL(t_in) { return compare_test(vm, c, HX_OP_IN, out); }
-
-/* The same object. Whether two equal numbers or texts are one object is Python's secret. */
+/* The same object. Whether two equal numbers or texts are one object is Python's secret.
+ */
 CALL(t_sameas)
 {
     const hx_jval a = c->self, b = c->a[0];
@@ -1228,49 +1222,50 @@ CALL(t_sameas)
     case HX_J_MACRO:
         return yes(out, a.u.q == b.u.q);
     default:
-        return hx_jvm_fail(vm, HX_EUNSUP, "sameas with two values of type %s", hx_jval_type(a));
+        return hx_jvm_fail(vm, HX_EUNSUP, "sameas with two values of type %s",
+                           hx_jval_type(a));
     }
 }
 
 static const hx_jbuiltin TESTS[] = {
-    { "defined", t_defined, "" },
-    { "undefined", t_undefined, "" },
-    { "none", t_none, "" },
-    { "boolean", t_boolean, "" },
-    { "true", t_true, "" },
-    { "false", t_false, "" },
-    { "integer", t_integer, "" },
-    { "float", t_float, "" },
-    { "number", t_number, "" },
-    { "string", t_string, "" },
-    { "mapping", t_mapping, "" },
-    { "sequence", t_sequence, "" },
-    { "iterable", t_iterable, "" },
-    { "callable", t_callable, "" },
-    { "escaped", t_escaped, "" },
-    { "lower", t_lower, "" },
-    { "upper", t_upper, "" },
-    { "odd", t_odd, "" },
-    { "even", t_even, "" },
-    { "divisibleby", t_divisibleby, "num" },
-    { "sameas", t_sameas, "other" },
-    { "in", t_in, "seq" },
-    { "==", t_eq, "other" },
-    { "eq", t_eq, "other" },
-    { "equalto", t_eq, "other" },
-    { "!=", t_ne, "other" },
-    { "ne", t_ne, "other" },
-    { ">", t_gt, "other" },
-    { "gt", t_gt, "other" },
-    { "greaterthan", t_gt, "other" },
-    { ">=", t_ge, "other" },
-    { "ge", t_ge, "other" },
-    { "<", t_lt, "other" },
-    { "lt", t_lt, "other" },
-    { "lessthan", t_lt, "other" },
-    { "<=", t_le, "other" },
-    { "le", t_le, "other" },
-    { NULL, NULL, NULL },
+    { "defined", t_type, "", ~IS(UNDEF) },
+    { "undefined", t_type, "", IS(UNDEF) },
+    { "none", t_type, "", IS(NONE) },
+    { "boolean", t_type, "", IS(BOOL) },
+    { "integer", t_type, "", ANY_INT },
+    { "float", t_type, "", IS(FLOAT) },
+    { "number", t_type, "", ANY_NUMBER },
+    { "string", t_type, "", IS(STR) },
+    { "mapping", t_type, "", IS(DICT) },
+    { "sequence", t_type, "", SEQUENCE },
+    { "iterable", t_type, "", ITERABLE },
+    { "callable", t_type, "", CALLABLE },
+    { "true", t_bool, "", 1 },
+    { "false", t_bool, "", 0 },
+    { "escaped", t_escaped, "", 0 },
+    { "lower", t_case, "", HX_J_LOWER },
+    { "upper", t_case, "", HX_J_UPPER },
+    { "odd", t_remainder, "", 1 },
+    { "even", t_remainder, "", 0 },
+    { "divisibleby", t_remainder, "num", 0 },
+    { "sameas", t_sameas, "other", 0 },
+    { "in", t_compare, "seq", HX_OP_IN },
+    { "==", t_compare, "other", HX_OP_EQ },
+    { "eq", t_compare, "other", HX_OP_EQ },
+    { "equalto", t_compare, "other", HX_OP_EQ },
+    { "!=", t_compare, "other", HX_OP_NE },
+    { "ne", t_compare, "other", HX_OP_NE },
+    { ">", t_compare, "other", HX_OP_GT },
+    { "gt", t_compare, "other", HX_OP_GT },
+    { "greaterthan", t_compare, "other", HX_OP_GT },
+    { ">=", t_compare, "other", HX_OP_GE },
+    { "ge", t_compare, "other", HX_OP_GE },
+    { "<", t_compare, "other", HX_OP_LT },
+    { "lt", t_compare, "other", HX_OP_LT },
+    { "lessthan", t_compare, "other", HX_OP_LT },
+    { "<=", t_compare, "other", HX_OP_LE },
+    { "le", t_compare, "other", HX_OP_LE },
+    { NULL, NULL, NULL, 0 },
 };
 
 /* ---- methods --------------------------------------------------------- */
@@ -1283,26 +1278,26 @@ CALL(m_items)
     return rc;
 }
 
-static int dict_half(hx_jvm *vm, const hx_jdict *d, hx_jview which, hx_jval *out)
+/* keys() and values(): arg. */
+CALL(m_half)
 {
+    const hx_jdict *d = c->self.u.m;
     hx_jval *item;
     const int rc = hx_jval_list(vm, HX_J_VIEW, d->n, &item, out);
 
-    out->why = (uint8_t)which;
+    out->why = (uint8_t)c->arg;
     for (size_t i = 0; i < d->n && rc == 0; i++)
-        item[i] = which == HX_J_KEYS ? d->e[i].k : d->e[i].v;
+        item[i] = c->arg == HX_J_KEYS ? d->e[i].k : d->e[i].v;
     return rc;
 }
-
-CALL(m_keys) { return dict_half(vm, c->self.u.m, HX_J_KEYS, out); }
-CALL(m_values) { return dict_half(vm, c->self.u.m, HX_J_VALUES, out); }
 
 CALL(m_get)
 {
     int rc;
 
     if (!hx_jdict_hashable(c->a[0]))
-        return hx_jvm_fail(vm, HX_EFORMAT, "unhashable type: '%s'", hx_jval_type(c->a[0]));
+        return hx_jvm_fail(vm, HX_EFORMAT, "unhashable type: '%s'",
+                           hx_jval_type(c->a[0]));
     *out = given(c->a[1]) ? c->a[1] : hx_jnone();
     rc = hx_jdict_get(vm, c->self.u.m, c->a[0], out);
     return rc < 0 ? rc : 0;
@@ -1316,38 +1311,24 @@ CALL(m_copy)
     return 0;
 }
 
-static int find_in(hx_jvm *vm, const hx_jcall *c, bool count, int64_t *out)
+/* count (arg 1) and index of lists. */
+CALL(m_find)
 {
     const hx_jseq *q = c->self.u.q;
+    int64_t at = -1, n = 0;
     int rc;
 
-    *out = count ? 0 : -1;
-    for (size_t i = 0; i < q->n && (count || *out < 0); i++) {
+    for (size_t i = 0; i < q->n && (c->arg == 1 || at < 0); i++) {
         bool same;
         if ((rc = hx_jval_equal(vm, q->v[i], c->a[0], &same)) != 0)
             return rc;
-        if (same)
-            *out = count ? *out + 1 : (int64_t)i;
+        n += same;
+        at = same && at < 0 ? (int64_t)i : at;
     }
+    if (c->arg == 0 && at < 0)
+        return hx_jvm_fail(vm, HX_EFORMAT, "index: value is not in the list");
+    *out = hx_jint(c->arg == 1 ? n : at);
     return hx_jvm_work(vm, q->n / 16);
-}
-
-CALL(m_list_count)
-{
-    int64_t n;
-    const int rc = find_in(vm, c, true, &n);
-
-    *out = hx_jint(n);
-    return rc;
-}
-
-CALL(m_list_index)
-{
-    int64_t at;
-    const int rc = find_in(vm, c, false, &at);
-
-    *out = hx_jint(at);
-    return rc == 0 && at < 0 ? hx_jvm_fail(vm, HX_EFORMAT, "index: value is not in the list") : rc;
 }
 
 CALL(m_cycle)
@@ -1378,129 +1359,89 @@ CALL(m_changed)
 }
 
 static const hx_jbuiltin DICT_METHODS[] = {
-    { "items", m_items, "" },
-    { "keys", m_keys, "" },
-    { "values", m_values, "" },
-    { "get", m_get, "key default?" },
-    { "copy", m_copy, "" },
-    { "fromkeys", NULL, REFUSED },
-    { "clear", NULL, UNSAFE },
-    { "pop", NULL, UNSAFE },
-    { "popitem", NULL, UNSAFE },
-    { "setdefault", NULL, UNSAFE },
-    { "update", NULL, UNSAFE },
-    { NULL, NULL, NULL },
+    { "items", m_items, "", 0 },
+    { "keys", m_half, "", HX_J_KEYS },
+    { "values", m_half, "", HX_J_VALUES },
+    { "get", m_get, "key default?", 0 },
+    { "copy", m_copy, "", 0 },
+    { NULL, NULL, NULL, 0 },
 };
 
 static const hx_jbuiltin LIST_METHODS[] = {
-    { "count", m_list_count, "value" },
-    { "index", m_list_index, "value" },
-    { "copy", m_copy, "" },
-    { "append", NULL, UNSAFE },
-    { "clear", NULL, UNSAFE },
-    { "extend", NULL, UNSAFE },
-    { "insert", NULL, UNSAFE },
-    { "pop", NULL, UNSAFE },
-    { "remove", NULL, UNSAFE },
-    { "reverse", NULL, UNSAFE },
-    { "sort", NULL, UNSAFE },
-    { NULL, NULL, NULL },
-};
-
-static const hx_jbuiltin TUPLE_METHODS[] = {
-    { "count", m_list_count, "value" },
-    { "index", m_list_index, "value" },
-    { NULL, NULL, NULL },
+    { "copy", m_copy, "", 0 },
+    { "count", m_find, "value", 1 }, /* tuples start here */
+    { "index", m_find, "value", 0 },
+    { NULL, NULL, NULL, 0 },
 };
 
 static const hx_jbuiltin LOOP_METHODS[] = {
-    { "cycle", m_cycle, "*" },
-    { "changed", m_changed, "*" },
-    { NULL, NULL, NULL },
+    { "cycle", m_cycle, "*", 0 },
+    { "changed", m_changed, "*", 0 },
+    { NULL, NULL, NULL, 0 },
 };
 
-static const hx_jbuiltin NUMBER_METHODS[] = {
-    { "as_integer_ratio", NULL, REFUSED }, { "bit_count", NULL, REFUSED },
-    { "bit_length", NULL, REFUSED },       { "conjugate", NULL, REFUSED },
-    { "denominator", NULL, REFUSED },      { "from_bytes", NULL, REFUSED },
-    { "fromhex", NULL, REFUSED },          { "hex", NULL, REFUSED },
-    { "imag", NULL, REFUSED },             { "is_integer", NULL, REFUSED },
-    { "numerator", NULL, REFUSED },        { "real", NULL, REFUSED },
-    { "to_bytes", NULL, REFUSED },         { NULL, NULL, NULL },
+/* Per type: methods; attributes that the sandbox takes away because they change the
+ * value; attributes that Python has and this does not. */
+static const struct {
+    int types;
+    const hx_jbuiltin *methods;
+    const char *unsafe, *refused;
+} ATTRIBUTES[] = {
+    { IS(STR), hx_jtext_methods, "",
+      "casefold center encode expandtabs format_map isascii isidentifier isnumeric "
+      "isprintable "
+      "istitle ljust maketrans rjust swapcase translate zfill" },
+    { IS(DICT), DICT_METHODS, "clear pop popitem setdefault update", "fromkeys" },
+    { IS(LIST), LIST_METHODS, "append clear extend insert pop remove reverse sort", "" },
+    { IS(TUPLE), LIST_METHODS + 1, "", "" },
+    { IS(LOOP), LOOP_METHODS, "", "" },
+    { ANY_NUMBER, NULL, "",
+      "as_integer_ratio bit_count bit_length conjugate denominator from_bytes fromhex "
+      "hex imag "
+      "is_integer numerator real to_bytes" },
+    { IS(RANGE), NULL, "", "count index start step stop" },
+    { IS(VIEW), NULL, "", "isdisjoint mapping" },
+    { IS(GEN), NULL, "", "close gi_code gi_frame gi_running gi_yieldfrom send throw" },
+    { IS(MACRO), NULL, "",
+      "arguments caller catch_kwargs catch_varargs explicit_caller" },
 };
-
-static const hx_jbuiltin RANGE_METHODS[] = {
-    { "count", NULL, REFUSED }, { "index", NULL, REFUSED }, { "start", NULL, REFUSED },
-    { "step", NULL, REFUSED },  { "stop", NULL, REFUSED },  { NULL, NULL, NULL },
-};
-
-static const hx_jbuiltin VIEW_METHODS[] = {
-    { "isdisjoint", NULL, REFUSED }, { "mapping", NULL, REFUSED }, { NULL, NULL, NULL },
-};
-
-static const hx_jbuiltin GEN_METHODS[] = {
-    { "close", NULL, REFUSED },    { "gi_code", NULL, REFUSED },
-    { "gi_frame", NULL, REFUSED }, { "gi_running", NULL, REFUSED },
-    { "send", NULL, REFUSED },     { "throw", NULL, REFUSED },
-    { NULL, NULL, NULL },
-};
-
-static const hx_jbuiltin MACRO_METHODS[] = {
-    { "arguments", NULL, REFUSED },     { "caller", NULL, REFUSED },
-    { "catch_kwargs", NULL, REFUSED },  { "catch_varargs", NULL, REFUSED },
-    { "explicit_caller", NULL, REFUSED }, { NULL, NULL, NULL },
-};
-
-static const hx_jbuiltin NO_METHODS[] = { { NULL, NULL, NULL } };
-
-static const hx_jbuiltin *methods_of(hx_jval v)
-{
-    switch ((hx_jtype)v.t) {
-    case HX_J_BOOL:
-    case HX_J_INT:
-    case HX_J_FLOAT:
-    case HX_J_BIG:   return NUMBER_METHODS;
-    case HX_J_STR:   return hx_jtext_methods;
-    case HX_J_LIST:  return LIST_METHODS;
-    case HX_J_TUPLE: return TUPLE_METHODS;
-    case HX_J_DICT:  return DICT_METHODS;
-    case HX_J_RANGE: return RANGE_METHODS;
-    case HX_J_VIEW:  return VIEW_METHODS;
-    case HX_J_GEN:   return GEN_METHODS;
-    case HX_J_MACRO: return MACRO_METHODS;
-    case HX_J_LOOP:  return LOOP_METHODS;
-    default:         return NO_METHODS;
-    }
-}
 
 int hx_jcall_method(hx_jvm *vm, hx_jval obj, const hx_jstr *name, hx_jval *out)
 {
-    const hx_jbuiltin *fn = find(methods_of(obj), name->p, name->n);
-    char text[100];
-    int rc;
+    const char *type = hx_jval_type(obj);
+    char text[120];
+    size_t i = 0;
+    int rc, n;
 
-    if (fn == NULL)
+    while (i < HX_LEN(ATTRIBUTES) && !(ATTRIBUTES[i].types >> obj.t & 1))
+        i++;
+    if (i == HX_LEN(ATTRIBUTES))
         return 0;
-    if (fn->params == UNSAFE) {
-        snprintf(text, sizeof text, "access to attribute '%s' of '%s' object is unsafe", fn->name,
-                 hx_jval_type(obj));
+    if (find_param(ATTRIBUTES[i].unsafe, name, &n) >= 0) {
+        snprintf(text, sizeof text, "access to attribute '%.*s' of '%s' object is unsafe",
+                 (int)name->n, name->p, type);
         rc = hx_jval_hint(vm, text, out);
         return rc != 0 ? rc : 1;
     }
-    if (fn->fn == NULL)
-        return hx_jvm_fail(vm, HX_EUNSUP, "%s.%s %s", hx_jval_type(obj), fn->name, fn->params);
+    if (find_param(ATTRIBUTES[i].refused, name, &n) >= 0)
+        return hx_jvm_fail(vm, HX_EUNSUP, "%s.%.*s is outside the subset", type,
+                           (int)name->n, name->p);
+    const hx_jbuiltin *fn =
+        ATTRIBUTES[i].methods ? find(ATTRIBUTES[i].methods, name->p, name->n) : NULL;
+    if (fn == NULL)
+        return 0;
     hx_jmethod *m = hx_jvm_alloc(vm, 1, sizeof *m);
     if (m == NULL)
         return HX_ENOMEM;
-    *m = (hx_jmethod){ obj, fn };
-    *out = (hx_jval){ .t = HX_J_METHOD, .u.met = m };
+    *m = (hx_jmethod) { obj, fn };
+    *out = (hx_jval) { .t = HX_J_METHOD, .u.met = m };
     return 1;
 }
 
 /* ---- global functions ------------------------------------------------ */
 
-/* range(stop), range(start, stop), range(start, stop, step). Numbers up to 2^40 leave room
- * for slices of slices without overflow. */
+/* range(stop), range(start, stop), range(start, stop, step). Numbers up to 2^40 leave
+ * room for slices of slices without overflow. */
 CALL(g_range)
 {
     const hx_jargs *a = c->raw;
@@ -1524,12 +1465,13 @@ CALL(g_range)
     const int64_t stride = v[2] > 0 ? v[2] : -v[2];
     const int64_t n = way > 0 ? (way - 1) / stride + 1 : 0;
     if (n > RANGE_MAX)
-        return hx_jvm_fail(vm, HX_EFORMAT, "range of %lld numbers, at most %d are allowed",
-                           (long long)n, RANGE_MAX);
+        return hx_jvm_fail(vm, HX_EFORMAT,
+                           "range of %lld numbers, at most %d are allowed", (long long)n,
+                           RANGE_MAX);
     if ((r = hx_jvm_alloc(vm, 1, sizeof *r)) == NULL)
         return HX_ENOMEM;
-    *r = (hx_jrange){ .start = v[0], .stop = v[1], .step = v[2], .n = (size_t)n };
-    *out = (hx_jval){ .t = HX_J_RANGE, .u.r = r };
+    *r = (hx_jrange) { .start = v[0], .stop = v[1], .step = v[2], .n = (size_t)n };
+    *out = (hx_jval) { .t = HX_J_RANGE, .u.r = r };
     return 0;
 }
 
@@ -1540,7 +1482,8 @@ static int make_dict(hx_jvm *vm, const hx_jargs *a, const char *what, hx_jdict *
     int rc;
 
     if (a->n > 1)
-        return hx_jvm_fail(vm, HX_EFORMAT, "%s expected at most 1 argument, got %zu", what, a->n);
+        return hx_jvm_fail(vm, HX_EFORMAT, "%s expected at most 1 argument, got %zu",
+                           what, a->n);
     if (a->n == 1 && a->v[0].t == HX_J_UNDEF)
         return hx_jval_undef_error(vm, a->v[0]);
     if ((rc = hx_jdict_new(vm, a->n_key + 1, out)) != 0)
@@ -1560,7 +1503,8 @@ static int make_dict(hx_jvm *vm, const hx_jargs *a, const char *what, hx_jdict *
                 return rc;
             if (pair->n != 2)
                 return hx_jvm_fail(vm, HX_EFORMAT,
-                                   "%s: element %zu has length %zu; 2 is required", what, i, pair->n);
+                                   "%s: element %zu has length %zu; 2 is required", what,
+                                   i, pair->n);
             if ((rc = hx_jdict_put(vm, *out, pair->v[0], pair->v[1])) != 0)
                 return rc;
         }
@@ -1574,13 +1518,13 @@ static int make_dict(hx_jvm *vm, const hx_jargs *a, const char *what, hx_jdict *
 
 CALL(g_dict)
 {
-    *out = (hx_jval){ .t = HX_J_DICT };
+    *out = (hx_jval) { .t = HX_J_DICT };
     return make_dict(vm, c->raw, "dict", &out->u.m);
 }
 
 CALL(g_namespace)
 {
-    *out = (hx_jval){ .t = HX_J_SPACE };
+    *out = (hx_jval) { .t = HX_J_SPACE };
     return make_dict(vm, c->raw, "namespace", &out->u.m);
 }
 
@@ -1590,7 +1534,8 @@ CALL(g_raise_exception)
     const int rc = hx_jval_str(vm, c->a[0], &s);
 
     (void)out;
-    return rc != 0 ? rc : hx_jvm_fail(vm, HX_EFORMAT, "%.*s", (int)HX_MIN(s->n, 190), s->p);
+    return rc != 0 ? rc
+                   : hx_jvm_fail(vm, HX_EFORMAT, "%.*s", (int)HX_MIN(s->n, 190), s->p);
 }
 
 CALL(g_strftime_now)
@@ -1602,15 +1547,15 @@ CALL(g_strftime_now)
 }
 
 static const hx_jbuiltin GLOBALS[] = {
-    { "range", g_range, "*" },
-    { "dict", g_dict, "*" },
-    { "namespace", g_namespace, "*" },
-    { "raise_exception", g_raise_exception, "message" },
-    { "strftime_now", g_strftime_now, "format" },
-    { "lipsum", NULL, REFUSED },
-    { "cycler", NULL, REFUSED },
-    { "joiner", NULL, REFUSED },
-    { NULL, NULL, NULL },
+    { "range", g_range, "*", 0 },
+    { "dict", g_dict, "*", 0 },
+    { "namespace", g_namespace, "*", 0 },
+    { "raise_exception", g_raise_exception, "message", 0 },
+    { "strftime_now", g_strftime_now, "format", 0 },
+    { "lipsum", NULL, REFUSED, 0 },
+    { "cycler", NULL, REFUSED, 0 },
+    { "joiner", NULL, REFUSED, 0 },
+    { NULL, NULL, NULL, 0 },
 };
 
 const hx_jbuiltin *hx_jcall_filter(hx_str name)

@@ -1,7 +1,7 @@
 /* jinja_format.c - Python's three ways to format: "%" on strings, str.format, strftime.
  *
- * Called by jinja.c, jinja_text.c and jinja_call.c. Directives outside the common ones are
- * refused by name. No format string ever reaches the C library. */
+ * Called by jinja.c, jinja_text.c and jinja_call.c. Directives outside the common ones
+ * are refused by name. No format string ever reaches the C library. */
 #include <math.h>
 #include <stdio.h>
 #include <time.h>
@@ -12,14 +12,14 @@
 
 /* A field: what stands between width and the digits. */
 typedef struct {
-    char    fill[4];
-    size_t  n_fill;
-    char    align;              /* < > = ^, 0: the type's own */
-    char    sign;               /* + space, 0: only minus */
-    char    group;              /* , _ or 0 */
-    bool    alt;                /* 0x in front */
-    int64_t width, prec;        /* prec -1: not given */
-    char    type;               /* d x X o b f F e E g G % c s, 0: none */
+    char fill[4];
+    size_t n_fill;
+    char align;          /* < > = ^, 0: the type's own */
+    char sign;           /* + space, 0: only minus */
+    char group;          /* , _ or 0 */
+    bool alt;            /* 0x in front */
+    int64_t width, prec; /* prec -1: not given */
+    char type;           /* d x X o b f F e E g G % c s, 0: none */
 } field;
 
 enum { WIDTH_MAX = 10000, PREC_MAX = 300, TEXT_MAX = 1024 };
@@ -43,12 +43,24 @@ static void real_digits(double d, const field *f, char *to, size_t cap)
     const int prec = f->prec < 0 ? 6 : (int)f->prec;
 
     switch (f->type) {
-    case 'e': snprintf(to, cap, "%.*e", prec, d); break;
-    case 'E': snprintf(to, cap, "%.*E", prec, d); break;
-    case 'g': snprintf(to, cap, "%.*g", prec, d); break;
-    case 'G': snprintf(to, cap, "%.*G", prec, d); break;
-    case 'F': snprintf(to, cap, "%.*F", prec, d); break;
-    default:  snprintf(to, cap, "%.*f", prec, d); break;
+    case 'e':
+        snprintf(to, cap, "%.*e", prec, d);
+        break;
+    case 'E':
+        snprintf(to, cap, "%.*E", prec, d);
+        break;
+    case 'g':
+        snprintf(to, cap, "%.*g", prec, d);
+        break;
+    case 'G':
+        snprintf(to, cap, "%.*G", prec, d);
+        break;
+    case 'F':
+        snprintf(to, cap, "%.*F", prec, d);
+        break;
+    default:
+        snprintf(to, cap, "%.*f", prec, d);
+        break;
     }
 }
 
@@ -98,11 +110,16 @@ static int format_number(hx_jvm *vm, hx_jbuf *b, const field *f, hx_jval v)
     hx_jval body;
     int rc;
 
-    if (f->type == 'd' || f->type == 'x' || f->type == 'X' || f->type == 'o' || f->type == 'b') {
+    if (f->type == 'd' || f->type == 'x' || f->type == 'X' || f->type == 'o' ||
+        f->type == 'b') {
         const int64_t i = hx_jval_as_int(v);
-        const unsigned base = f->type == 'd' ? 10 : f->type == 'o' ? 8 : f->type == 'b' ? 2 : 16;
+        const unsigned base = f->type == 'd'   ? 10
+                              : f->type == 'o' ? 8
+                              : f->type == 'b' ? 2
+                                               : 16;
         negative = i < 0;
-        const char *s = int_digits(negative ? 0 - (uint64_t)i : (uint64_t)i, base, f->type == 'X', buf);
+        const char *s = int_digits(negative ? 0 - (uint64_t)i : (uint64_t)i, base,
+                                   f->type == 'X', buf);
         if (f->prec > (int64_t)strlen(s))
             hx_jbuf_pad(&digits, '0', (size_t)f->prec - strlen(s));
         put_grouped(&digits, s, f->group);
@@ -126,7 +143,8 @@ static int format_number(hx_jvm *vm, hx_jbuf *b, const field *f, hx_jval v)
     return b->rc;
 }
 
-static int format_text(hx_jvm *vm, hx_jbuf *b, const field *f, const hx_jstr *s, char align)
+static int format_text(hx_jvm *vm, hx_jbuf *b, const field *f, const hx_jstr *s,
+                       char align)
 {
     hx_jval part = { .t = HX_J_STR, .u.s = s };
     size_t to;
@@ -158,8 +176,8 @@ static int read_count(hx_jvm *vm, const hx_jstr *s, size_t *i, int64_t max, int6
 
 typedef struct {
     hx_jval arg;
-    size_t  used;               /* of the tuple; 1 for a single value */
-    bool    by_name;
+    size_t used; /* of the tuple; 1 for a single value */
+    bool by_name;
 } percent;
 
 static int percent_next(hx_jvm *vm, percent *p, hx_jval *out)
@@ -173,8 +191,8 @@ static int percent_next(hx_jvm *vm, percent *p, hx_jval *out)
     return 0;
 }
 
-static int percent_count(hx_jvm *vm, const hx_jstr *fmt, size_t *i, percent *p, int64_t max,
-                         int64_t *out)
+static int percent_count(hx_jvm *vm, const hx_jstr *fmt, size_t *i, percent *p,
+                         int64_t max, int64_t *out)
 {
     hx_jval v;
     int rc;
@@ -186,7 +204,8 @@ static int percent_count(hx_jvm *vm, const hx_jstr *fmt, size_t *i, percent *p, 
         (rc = hx_jtext_want_int(vm, v, "format: \"*\"", 0, out)) != 0)
         return rc;
     if (*out < 0 || *out > max)
-        return hx_jvm_fail(vm, HX_EUNSUP, "format: a width or precision of %lld", (long long)*out);
+        return hx_jvm_fail(vm, HX_EUNSUP, "format: a width or precision of %lld",
+                           (long long)*out);
     return 0;
 }
 
@@ -197,7 +216,8 @@ static int percent_value(hx_jvm *vm, hx_jbuf *b, field *f, hx_jval v)
     int rc;
 
     if (f->type == 's' || f->type == 'r') {
-        if ((rc = f->type == 'r' ? hx_jval_repr_str(vm, v, &s) : hx_jval_str(vm, v, &s)) != 0)
+        if ((rc = f->type == 'r' ? hx_jval_repr_str(vm, v, &s)
+                                 : hx_jval_str(vm, v, &s)) != 0)
             return rc;
         f->n_fill = 0;
         return format_text(vm, b, f, s, align);
@@ -215,8 +235,8 @@ static int percent_value(hx_jvm *vm, hx_jbuf *b, field *f, hx_jval v)
     if (f->type == 'i' || f->type == 'u')
         f->type = 'd';
     if (!hx_jval_is_num(v) || (v.t == HX_J_FLOAT && strchr("xXo", f->type) != NULL))
-        return hx_jvm_fail(vm, HX_EFORMAT, "%%%c format: a number is required, not %s", f->type,
-                           hx_jval_type(v));
+        return hx_jvm_fail(vm, HX_EFORMAT, "%%%c format: a number is required, not %s",
+                           f->type, hx_jval_type(v));
     if (v.t == HX_J_FLOAT && f->type == 'd') {
         if (!(fabs(v.u.d) < 9e18))
             return hx_jvm_fail(vm, HX_EUNSUP, "%%d format of a number over 64 bits");
@@ -251,11 +271,21 @@ static int percent_one(hx_jvm *vm, hx_jbuf *b, const hx_jstr *fmt, size_t *i, pe
     }
     for (; *i < fmt->n && memchr("-+ 0#", fmt->p[*i], 5) != NULL; ++*i) {
         switch (fmt->p[*i]) {
-        case '-': f.align = '<'; break;
-        case '+': f.sign = '+'; break;
-        case ' ': f.sign = f.sign ? f.sign : ' '; break;
-        case '0': f.fill[0] = '0'; f.n_fill = 1; break;
-        default:  f.alt = true;
+        case '-':
+            f.align = '<';
+            break;
+        case '+':
+            f.sign = '+';
+            break;
+        case ' ':
+            f.sign = f.sign ? f.sign : ' ';
+            break;
+        case '0':
+            f.fill[0] = '0';
+            f.n_fill = 1;
+            break;
+        default:
+            f.alt = true;
         }
     }
     if ((rc = percent_count(vm, fmt, i, p, WIDTH_MAX, &f.width)) != 0)
@@ -307,10 +337,11 @@ int hx_jformat_percent(hx_jvm *vm, const hx_jstr *fmt, hx_jval arg, hx_jval *out
         return rc;
     const size_t n = arg.t == HX_J_TUPLE ? arg.u.q->n : 1;
     /* Whatever can be subscripted may stay unused, as it might be a mapping. */
-    const bool lenient = arg.t == HX_J_DICT || arg.t == HX_J_LIST || arg.t == HX_J_RANGE ||
-                         arg.t == HX_J_UNDEF;
+    const bool lenient = arg.t == HX_J_DICT || arg.t == HX_J_LIST ||
+                         arg.t == HX_J_RANGE || arg.t == HX_J_UNDEF;
     if (p.used < n && !p.by_name && !lenient)
-        return hx_jvm_fail(vm, HX_EFORMAT, "not all arguments converted during string formatting");
+        return hx_jvm_fail(vm, HX_EFORMAT,
+                           "not all arguments converted during string formatting");
     return hx_jbuf_done(&b, out);
 }
 
@@ -362,7 +393,8 @@ static int parse_spec(hx_jvm *vm, const hx_jstr *s, field *f)
     if (i < s->n)
         f->type = s->p[i++];
     if (i < s->n || (f->type != 0 && memchr("dxXobfFeEgG%s", f->type, 13) == NULL))
-        return hx_jvm_fail(vm, HX_EUNSUP, "format specifier \"%.*s\"", (int)HX_MIN(s->n, 60), s->p);
+        return hx_jvm_fail(vm, HX_EUNSUP, "format specifier \"%.*s\"",
+                           (int)HX_MIN(s->n, 60), s->p);
     return 0;
 }
 
@@ -375,8 +407,10 @@ static int braces_value(hx_jvm *vm, hx_jbuf *b, const hx_jstr *spec, hx_jval v)
     if ((rc = parse_spec(vm, spec, &f)) != 0)
         return rc;
     if (spec->n == 0 || v.t == HX_J_STR) {
-        if (((f.type != 0 && f.type != 's') || f.sign || f.alt || f.group || f.align == '='))
-            return hx_jvm_fail(vm, HX_EFORMAT, "format specifier \"%.*s\" does not fit a %s",
+        if (((f.type != 0 && f.type != 's') || f.sign || f.alt || f.group ||
+             f.align == '='))
+            return hx_jvm_fail(vm, HX_EFORMAT,
+                               "format specifier \"%.*s\" does not fit a %s",
                                (int)HX_MIN(spec->n, 60), spec->p, hx_jval_type(v));
         if ((rc = hx_jval_str(vm, v, &s)) != 0)
             return rc;
@@ -384,9 +418,11 @@ static int braces_value(hx_jvm *vm, hx_jbuf *b, const hx_jstr *spec, hx_jval v)
     }
     if (v.t == HX_J_UNDEF || !hx_jval_is_num(v))
         return hx_jvm_fail(vm, v.t == HX_J_BIG ? HX_EUNSUP : HX_EFORMAT,
-                           "unsupported format string passed to %s.__format__", hx_jval_type(v));
+                           "unsupported format string passed to %s.__format__",
+                           hx_jval_type(v));
     if (v.t == HX_J_FLOAT && f.type == 0)
-        return hx_jvm_fail(vm, HX_EUNSUP, "format of a float without \"f\", \"e\", \"g\" or \"%%\"");
+        return hx_jvm_fail(vm, HX_EUNSUP,
+                           "format of a float without \"f\", \"e\", \"g\" or \"%%\"");
     if (f.type == 0)
         f.type = 'd';
     const bool whole = strchr("dxXob", f.type) != NULL;
@@ -394,13 +430,18 @@ static int braces_value(hx_jvm *vm, hx_jbuf *b, const hx_jstr *spec, hx_jval v)
         return hx_jvm_fail(vm, HX_EFORMAT, "format specifier \"%.*s\" does not fit a %s",
                            (int)HX_MIN(spec->n, 60), spec->p, hx_jval_type(v));
     if (f.group && (f.n_fill > 0 || strchr("xXob", f.type) != NULL))
-        return hx_jvm_fail(vm, HX_EUNSUP, "format specifier \"%.*s\"", (int)HX_MIN(spec->n, 60),
-                           spec->p);
+        return hx_jvm_fail(vm, HX_EUNSUP, "format specifier \"%.*s\"",
+                           (int)HX_MIN(spec->n, 60), spec->p);
     return format_number(vm, b, &f, v);
 }
 
 /* The argument a field names: nothing (the next one), a number, or a keyword. */
-static int braces_arg(hx_jvm *vm, const hx_jstr *name, const hx_jargs *args, int64_t *next,
+typedef struct {
+    int64_t next;
+    bool numbered;
+} cursor;
+
+static int braces_arg(hx_jvm *vm, const hx_jstr *name, const hx_jargs *args, cursor *at,
                       hx_jval *out)
 {
     int64_t k;
@@ -411,8 +452,12 @@ static int braces_arg(hx_jvm *vm, const hx_jstr *name, const hx_jargs *args, int
         return hx_jvm_fail(vm, HX_EUNSUP, "format fields with attributes");
     if ((rc = read_count(vm, name, &i, 1000, &k)) != 0)
         return rc;
+    at->numbered |= k >= 0 && i == name->n;
     if (name->n == 0)
-        k = (*next)++;
+        k = at->next++;
+    if (at->numbered && at->next > 0)
+        return hx_jvm_fail(vm, HX_EFORMAT,
+                           "format: fields both with and without numbers");
     if (i == name->n && k >= 0) {
         if ((size_t)k >= args->n)
             return hx_jvm_fail(vm, HX_EFORMAT, "format: no argument %lld", (long long)k);
@@ -425,13 +470,13 @@ static int braces_arg(hx_jvm *vm, const hx_jstr *name, const hx_jargs *args, int
             return 0;
         }
     }
-    return hx_jvm_fail(vm, HX_EFORMAT, "format: no argument '%.*s'", (int)HX_MIN(name->n, 60),
-                       name->p);
+    return hx_jvm_fail(vm, HX_EFORMAT, "format: no argument '%.*s'",
+                       (int)HX_MIN(name->n, 60), name->p);
 }
 
 /* One replacement field, fmt[from..to) without its braces. */
 static int braces_one(hx_jvm *vm, hx_jbuf *b, const hx_jstr *fmt, size_t from, size_t to,
-                      const hx_jargs *args, int64_t *next)
+                      const hx_jargs *args, cursor *at)
 {
     const char *colon = memchr(fmt->p + from, ':', to - from);
     const size_t head = colon ? (size_t)(colon - fmt->p) : to;
@@ -442,17 +487,19 @@ static int braces_one(hx_jvm *vm, hx_jbuf *b, const hx_jstr *fmt, size_t from, s
     int rc;
 
     if ((rc = hx_jstr_sub(vm, fmt, from, name_end - from, &name)) != 0 ||
-        (rc = hx_jstr_sub(vm, fmt, HX_MIN(head + 1, to), to - HX_MIN(head + 1, to), &spec)) != 0 ||
-        (rc = braces_arg(vm, name.u.s, args, next, &v)) != 0)
+        (rc = hx_jstr_sub(vm, fmt, HX_MIN(head + 1, to), to - HX_MIN(head + 1, to),
+                          &spec)) != 0 ||
+        (rc = braces_arg(vm, name.u.s, args, at, &v)) != 0)
         return rc;
     if (memchr(spec.u.s->p, '{', spec.u.s->n) != NULL)
         return hx_jvm_fail(vm, HX_EUNSUP, "format fields inside format fields");
     if (bang != NULL) {
         if (head - name_end != 2 || (bang[1] != 's' && bang[1] != 'r'))
             return hx_jvm_fail(vm, HX_EUNSUP, "format conversions but !s and !r");
-        if ((rc = bang[1] == 'r' ? hx_jval_repr_str(vm, v, &s) : hx_jval_str(vm, v, &s)) != 0)
+        if ((rc = bang[1] == 'r' ? hx_jval_repr_str(vm, v, &s)
+                                 : hx_jval_str(vm, v, &s)) != 0)
             return rc;
-        v = (hx_jval){ .t = HX_J_STR, .u.s = s };
+        v = (hx_jval) { .t = HX_J_STR, .u.s = s };
     }
     return braces_value(vm, b, spec.u.s, v);
 }
@@ -460,7 +507,7 @@ static int braces_one(hx_jvm *vm, hx_jbuf *b, const hx_jstr *fmt, size_t from, s
 int hx_jformat_braces(hx_jvm *vm, const hx_jstr *fmt, const hx_jargs *args, hx_jval *out)
 {
     hx_jbuf b = { .vm = vm };
-    int64_t next = 0;
+    cursor at = { 0 };
     int rc = 0;
 
     for (size_t i = 0; i < fmt->n && rc == 0; i++) {
@@ -478,7 +525,7 @@ int hx_jformat_braces(hx_jvm *vm, const hx_jstr *fmt, const hx_jargs *args, hx_j
         const char *end = memchr(fmt->p + i, '}', fmt->n - i);
         if (end == NULL)
             return hx_jvm_fail(vm, HX_EFORMAT, "format: single '{'");
-        rc = braces_one(vm, &b, fmt, i + 1, (size_t)(end - fmt->p), args, &next);
+        rc = braces_one(vm, &b, fmt, i + 1, (size_t)(end - fmt->p), args, &at);
         i = (size_t)(end - fmt->p);
     }
     return rc != 0 ? rc : hx_jbuf_done(&b, out);
@@ -486,11 +533,11 @@ int hx_jformat_braces(hx_jvm *vm, const hx_jstr *fmt, const hx_jargs *args, hx_j
 
 /* ---- strftime -------------------------------------------------------- */
 
-static const char *const DAYS[] = { "Sunday", "Monday", "Tuesday", "Wednesday", "Thursday",
-                                    "Friday", "Saturday" };
-static const char *const MONTHS[] = { "January", "February", "March", "April", "May", "June",
-                                      "July", "August", "September", "October", "November",
-                                      "December" };
+static const char *const DAYS[] = { "Sunday",   "Monday", "Tuesday", "Wednesday",
+                                    "Thursday", "Friday", "Saturday" };
+static const char *const MONTHS[] = { "January",   "February", "March",    "April",
+                                      "May",       "June",     "July",     "August",
+                                      "September", "October",  "November", "December" };
 
 /* Directives that are a number: width 2 or more pads with zeros ("%e": a space). */
 static bool time_number(char c, const struct tm *t, int *value, int *width)
@@ -498,19 +545,44 @@ static bool time_number(char c, const struct tm *t, int *value, int *width)
     *width = c == 'j' ? 3 : c == 'Y' ? 4 : c == 'f' ? 6 : c == 'u' || c == 'w' ? 1 : 2;
     switch (c) {
     case 'd':
-    case 'e': *value = t->tm_mday; return true;
-    case 'm': *value = t->tm_mon + 1; return true;
-    case 'y': *value = t->tm_year % 100; return true;
-    case 'Y': *value = t->tm_year + 1900; return true;
-    case 'H': *value = t->tm_hour; return true;
-    case 'I': *value = (t->tm_hour + 11) % 12 + 1; return true;
-    case 'M': *value = t->tm_min; return true;
-    case 'S': *value = t->tm_sec; return true;
-    case 'f': *value = 0; return true;
-    case 'j': *value = t->tm_yday + 1; return true;
-    case 'u': *value = t->tm_wday ? t->tm_wday : 7; return true;
-    case 'w': *value = t->tm_wday; return true;
-    default:  return false;
+    case 'e':
+        *value = t->tm_mday;
+        return true;
+    case 'm':
+        *value = t->tm_mon + 1;
+        return true;
+    case 'y':
+        *value = t->tm_year % 100;
+        return true;
+    case 'Y':
+        *value = t->tm_year + 1900;
+        return true;
+    case 'H':
+        *value = t->tm_hour;
+        return true;
+    case 'I':
+        *value = (t->tm_hour + 11) % 12 + 1;
+        return true;
+    case 'M':
+        *value = t->tm_min;
+        return true;
+    case 'S':
+        *value = t->tm_sec;
+        return true;
+    case 'f':
+        *value = 0;
+        return true;
+    case 'j':
+        *value = t->tm_yday + 1;
+        return true;
+    case 'u':
+        *value = t->tm_wday ? t->tm_wday : 7;
+        return true;
+    case 'w':
+        *value = t->tm_wday;
+        return true;
+    default:
+        return false;
     }
 }
 
@@ -518,15 +590,23 @@ static bool time_number(char c, const struct tm *t, int *value, int *width)
 static const char *time_alias(char c)
 {
     switch (c) {
-    case 'F': return "%Y-%m-%d";
-    case 'T': return "%H:%M:%S";
-    case 'R': return "%H:%M";
-    case 'D': return "%m/%d/%y";
-    case 'n': return "\n";
-    case 't': return "\t";
-    case 'Z':                   /* a time without a zone, as Python's datetime.now() */
-    case 'z': return "";
-    default:  return NULL;
+    case 'F':
+        return "%Y-%m-%d";
+    case 'T':
+        return "%H:%M:%S";
+    case 'R':
+        return "%H:%M";
+    case 'D':
+        return "%m/%d/%y";
+    case 'n':
+        return "\n";
+    case 't':
+        return "\t";
+    case 'Z': /* a time without a zone, as Python's datetime.now() */
+    case 'z':
+        return "";
+    default:
+        return NULL;
     }
 }
 
@@ -545,7 +625,8 @@ static int put_time(hx_jvm *vm, hx_jbuf *b, const char *fmt, size_t n, const str
         const char c = i < n ? fmt[i] : 0;
         const char *alias = time_alias(c);
         if (time_number(c, t, &value, &width)) {
-            snprintf(text, sizeof text, c == 'e' ? "%*d" : "%0*d", bare ? 1 : width, value);
+            snprintf(text, sizeof text, c == 'e' ? "%*d" : "%0*d", bare ? 1 : width,
+                     value);
             hx_jbuf_lit(b, text);
         } else if (c == 'a' || c == 'A') {
             const char *day = DAYS[t->tm_wday];
@@ -560,7 +641,8 @@ static int put_time(hx_jvm *vm, hx_jbuf *b, const char *fmt, size_t n, const str
         } else if (alias != NULL) {
             rc = put_time(vm, b, alias, strlen(alias), t);
         } else {
-            rc = hx_jvm_fail(vm, HX_EUNSUP, "strftime_now: directive \"%%%.1s\"", i < n ? fmt + i : "");
+            rc = hx_jvm_fail(vm, HX_EUNSUP, "strftime_now: directive \"%%%.1s\"",
+                             i < n ? fmt + i : "");
         }
     }
     return rc != 0 ? rc : b->rc;

@@ -1,8 +1,8 @@
 /* jinja_parse.c - template source to syntax tree: tokens, then recursive descent.
  *
- * Called by hx_jinja_open() only. Owns the rules of white space (trim_blocks, lstrip_blocks,
- * the signs), of precedence and of what belongs to the subset; whatever does not is refused
- * here where it can be known. Never evaluates anything. */
+ * Called by hx_jinja_open() only. Owns the rules of white space (trim_blocks,
+ * lstrip_blocks, the signs), of precedence and of what belongs to the subset; whatever
+ * does not is refused here where it can be known. Never evaluates anything. */
 #include <stdlib.h>
 
 #include "text/jinja_ast.h"
@@ -10,46 +10,82 @@
 /* ---- tokens ---------------------------------------------------------- */
 
 typedef enum {
-    T_EOF, T_DATA, T_PRINT, T_PRINT_END, T_BLOCK, T_BLOCK_END, T_NAME, T_STRING, T_INT,
-    T_FLOAT, T_ADD, T_SUB, T_MUL, T_DIV, T_FLOORDIV, T_MOD, T_POW, T_TILDE, T_EQ, T_NE,
-    T_LT, T_LE, T_GT, T_GE, T_ASSIGN, T_DOT, T_COLON, T_PIPE, T_COMMA, T_SEMICOLON,
-    T_LPAREN, T_RPAREN, T_LBRACKET, T_RBRACKET, T_LBRACE, T_RBRACE
+    T_EOF,
+    T_DATA,
+    T_PRINT,
+    T_PRINT_END,
+    T_BLOCK,
+    T_BLOCK_END,
+    T_NAME,
+    T_STRING,
+    T_INT,
+    T_FLOAT,
+    T_ADD,
+    T_SUB,
+    T_MUL,
+    T_DIV,
+    T_FLOORDIV,
+    T_MOD,
+    T_POW,
+    T_TILDE,
+    T_EQ,
+    T_NE,
+    T_LT,
+    T_LE,
+    T_GT,
+    T_GE,
+    T_ASSIGN,
+    T_DOT,
+    T_COLON,
+    T_PIPE,
+    T_COMMA,
+    T_SEMICOLON,
+    T_LPAREN,
+    T_RPAREN,
+    T_LBRACKET,
+    T_RBRACKET,
+    T_LBRACE,
+    T_RBRACE
 } tkind;
 
 typedef struct {
-    tkind       kind;
-    int         line;
-    const char *p;              /* spelling; STRING: its value; DATA: the text */
-    size_t      n;
-    int64_t     i;
-    double      d;
+    tkind kind;
+    int line;
+    const char *p; /* spelling; STRING: its value; DATA: the text */
+    size_t n;
+    int64_t i;
+    double d;
 } token;
 
 /* Longest first. */
-static const struct { const char *text; tkind kind; } OPERATORS[] = {
-    { "//", T_FLOORDIV }, { "**", T_POW }, { "==", T_EQ }, { "!=", T_NE }, { ">=", T_GE },
-    { "<=", T_LE }, { "+", T_ADD }, { "-", T_SUB }, { "/", T_DIV }, { "*", T_MUL },
-    { "%", T_MOD }, { "~", T_TILDE }, { "[", T_LBRACKET }, { "]", T_RBRACKET },
-    { "(", T_LPAREN }, { ")", T_RPAREN }, { "{", T_LBRACE }, { "}", T_RBRACE },
-    { ">", T_GT }, { "<", T_LT }, { "=", T_ASSIGN }, { ".", T_DOT }, { ":", T_COLON },
-    { "|", T_PIPE }, { ",", T_COMMA }, { ";", T_SEMICOLON },
+static const struct {
+    const char *text;
+    tkind kind;
+} OPERATORS[] = {
+    { "//", T_FLOORDIV }, { "**", T_POW },      { "==", T_EQ },    { "!=", T_NE },
+    { ">=", T_GE },       { "<=", T_LE },       { "+", T_ADD },    { "-", T_SUB },
+    { "/", T_DIV },       { "*", T_MUL },       { "%", T_MOD },    { "~", T_TILDE },
+    { "[", T_LBRACKET },  { "]", T_RBRACKET },  { "(", T_LPAREN }, { ")", T_RPAREN },
+    { "{", T_LBRACE },    { "}", T_RBRACE },    { ">", T_GT },     { "<", T_LT },
+    { "=", T_ASSIGN },    { ".", T_DOT },       { ":", T_COLON },  { "|", T_PIPE },
+    { ",", T_COMMA },     { ";", T_SEMICOLON },
 };
 
 typedef struct {
-    hx_jvm      vm;             /* memory, name, line, error; nothing of it runs */
-    hx_jinja   *t;
+    hx_jvm vm; /* memory, name, line, error; nothing of it runs */
+    hx_jinja *t;
     const char *src;
-    size_t      n, pos, counted;    /* newlines before counted are in vm.line */
-    token      *tok;
-    size_t      n_tok, cap_tok, at;
-    tkind       open[HX_J_NEST_MAX];    /* brackets not yet closed, as what closes them */
-    int         n_open;
-    int         nest;           /* of statements and expressions */
-    int         n_for;          /* loops around this place that break may leave */
-    bool        in_for;         /* loops at all, across macros */
-    bool        soft;           /* inside if: unknown filters fail only when reached */
-    hx_jnode   *macro;          /* innermost macro being parsed; outer ones by c */
-    hx_jnode   *unknown;        /* filters and tests without a name, linked by c */
+    size_t n, pos, counted; /* newlines before counted are in vm.line */
+    token *tok;
+    size_t n_tok, cap_tok, at;
+    tkind open[HX_J_NEST_MAX]; /* brackets not yet closed, as what closes them */
+    int n_open;
+    int nest;          /* of statements and expressions */
+    int n_for;         /* loops around this place that break may leave */
+    bool in_for;       /* loops at all, across macros */
+    bool soft;         /* inside if: unknown filters fail only when reached */
+    hx_jnode *macro;   /* innermost macro being parsed; outer ones by c */
+    hx_jnode *unknown; /* filters and tests without a name, linked by c */
 } parser;
 
 #define FAIL(p, ...) hx_jvm_fail(&(p)->vm, __VA_ARGS__)
@@ -119,7 +155,7 @@ static int emit(parser *p, tkind kind, const char *s, size_t n, token **out)
         p->cap_tok = cap;
     }
     token *t = &p->tok[p->n_tok++];
-    *t = (token){ .kind = kind, .line = p->vm.line, .p = s, .n = n };
+    *t = (token) { .kind = kind, .line = p->vm.line, .p = s, .n = n };
     if (out != NULL)
         *out = t;
     return 0;
@@ -148,7 +184,8 @@ static int emit_text(parser *p, size_t from, size_t at, char sign, bool print)
     return 0;
 }
 
-/* The end of a tag at pos: `mark` with an optional sign. Returns what follows, trimmed, or 0. */
+/* The end of a tag at pos: `mark` with an optional sign. Returns what follows, trimmed,
+ * or 0. */
 static size_t tag_end(const parser *p, size_t pos, const char *mark, bool trim)
 {
     const char sign = p->src[pos];
@@ -163,6 +200,9 @@ static size_t tag_end(const parser *p, size_t pos, const char *mark, bool trim)
 
 static int lex_comment(parser *p, size_t begin)
 {
+    p->pos = begin;
+    if (begin == p->n) /* jinja2 does not mind */
+        return 0;
     for (size_t i = begin; i + 1 < p->n; i++) {
         const size_t after = tag_end(p, i, "#}", true);
         if (after != 0) {
@@ -190,6 +230,9 @@ static char sign_at(const parser *p, size_t pos)
 
 static int lex_raw(parser *p, size_t from)
 {
+    p->pos = from;
+    if (from == p->n)
+        return 0;
     for (size_t i = from; i + 1 < p->n; i++) {
         if (!looking_at(p, i, "{%"))
             continue;
@@ -211,7 +254,7 @@ static int hex_digits(const char *s, size_t n, size_t want, uint32_t *out)
         return -1;
     for (size_t i = 0; i < want; i++) {
         const char c = s[i];
-        const int v = is_digit(c)                ? c - '0'
+        const int v = is_digit(c)              ? c - '0'
                       : (c >= 'a' && c <= 'f') ? c - 'a' + 10
                       : (c >= 'A' && c <= 'F') ? c - 'A' + 10
                                                : -1;
@@ -238,12 +281,14 @@ static int lex_escape(parser *p, const char *s, size_t n, char *to, size_t *n_to
     if (s[0] == '\n')
         return 1;
     if (s[0] >= '0' && s[0] <= '7') {
-        for (used = 0; used < 3 && (size_t)used < n && s[used] >= '0' && s[used] <= '7'; used++)
+        for (used = 0; used < 3 && (size_t)used < n && s[used] >= '0' && s[used] <= '7';
+             used++)
             cp = cp * 8 + (uint32_t)(s[used] - '0');
     } else if (s[0] == 'x' || s[0] == 'u' || s[0] == 'U') {
         const size_t want = s[0] == 'x' ? 2 : s[0] == 'u' ? 4 : 8;
         if (hex_digits(s + 1, n - 1, want, &cp) != 0)
-            return FAIL(p, HX_EFORMAT, "\\%c in a string needs %zu hex digits", s[0], want);
+            return FAIL(p, HX_EFORMAT, "\\%c in a string needs %zu hex digits", s[0],
+                        want);
         if (cp > 0x10ffff || (cp >= 0xd800 && cp < 0xe000))
             return FAIL(p, HX_EUNSUP, "\\%c%x in a string is no character", s[0], cp);
         used = 1 + (int)want;
@@ -251,7 +296,7 @@ static int lex_escape(parser *p, const char *s, size_t n, char *to, size_t *n_to
         return FAIL(p, HX_EUNSUP, "escape \"\\%s\" in a string",
                     s[0] == 'N' ? "N" : "(not ASCII)");
     } else {
-        to[(*n_to)++] = '\\';      /* unknown escapes stay as they are */
+        to[(*n_to)++] = '\\'; /* unknown escapes stay as they are */
         to[(*n_to)++] = s[0];
         return 1;
     }
@@ -293,8 +338,9 @@ static int lex_string(parser *p)
 /* Digits with single underscores between them, copied without. */
 static size_t digits(const parser *p, size_t pos, char *to, size_t *n, size_t cap)
 {
-    while (pos < p->n && (is_digit(p->src[pos]) ||
-                          (p->src[pos] == '_' && pos + 1 < p->n && is_digit(p->src[pos + 1])))) {
+    while (pos < p->n &&
+           (is_digit(p->src[pos]) ||
+            (p->src[pos] == '_' && pos + 1 < p->n && is_digit(p->src[pos + 1])))) {
         if (p->src[pos] != '_' && *n < cap)
             to[(*n)++] = p->src[pos];
         pos++;
@@ -342,7 +388,8 @@ static int lex_number(parser *p)
     if (p->src[pos] == '0' && (next == 'x' || next == 'o' || next == 'b'))
         return lex_based(p, next == 'x' ? 16 : next == 'o' ? 8 : 2);
     pos = digits(p, pos, text, &n, cap);
-    /* "m.content.0.type": digits behind a dot are an index, never the start of a float. */
+    /* "m.content.0.type": digits behind a dot are an index, never the start of a float.
+     */
     if (p->pos == 0 || p->src[p->pos - 1] != '.') {
         if (pos + 1 < p->n && p->src[pos] == '.' && is_digit(p->src[pos + 1])) {
             real = true;
@@ -534,7 +581,8 @@ static int unexpected(parser *p, const char *want)
     const token *t = cur(p);
 
     p->vm.line = t->line;
-    return FAIL(p, HX_EFORMAT, "found \"%.*s\", expected %s", (int)HX_MIN(t->n, 40), t->p, want);
+    return FAIL(p, HX_EFORMAT, "found \"%.*s\", expected %s", (int)HX_MIN(t->n, 40), t->p,
+                want);
 }
 
 static int expect(parser *p, tkind kind, const char *want)
@@ -570,7 +618,8 @@ static int node_depth(parser *p, hx_jnode *n)
             n->depth = (uint16_t)HX_MAX(n->depth, k->depth + 1);
     }
     if (n->depth > HX_J_DEPTH_MAX / 2)
-        return FAIL(p, HX_ELIMIT, "construct of more than %d steps in depth", HX_J_DEPTH_MAX / 2);
+        return FAIL(p, HX_ELIMIT, "construct of more than %d steps in depth",
+                    HX_J_DEPTH_MAX / 2);
     return 0;
 }
 
@@ -603,7 +652,7 @@ static int symbol(parser *p, const char *s, size_t n, uint32_t *out)
         t->sym = sym;
         t->cap_sym = cap;
     }
-    t->sym[t->n_sym] = (hx_str){ s, n };
+    t->sym[t->n_sym] = (hx_str) { s, n };
     *out = t->n_sym++;
     return 0;
 }
@@ -640,9 +689,12 @@ static int check_name(parser *p, const token *t)
 
 static int parse_name(parser *p, hx_jnode **out)
 {
-    static const struct { const char *text; int value; } CONST[] = {
-        { "true", 1 }, { "True", 1 }, { "false", 0 }, { "False", 0 }, { "none", -1 },
-        { "None", -1 },
+    static const struct {
+        const char *text;
+        int value;
+    } CONST[] = {
+        { "true", 1 },  { "True", 1 },  { "false", 0 },
+        { "False", 0 }, { "none", -1 }, { "None", -1 },
     };
     const token *t = cur(p);
     int rc;
@@ -705,7 +757,8 @@ static int parse_items(parser *p, tkind close, hx_jnode *n)
         link = &(*link)->next;
         n->n++;
         if (dict) {
-            if ((rc = expect(p, T_COLON, "\":\"")) != 0 || (rc = parse_expr(p, true, link)) != 0)
+            if ((rc = expect(p, T_COLON, "\":\"")) != 0 ||
+                (rc = parse_expr(p, true, link)) != 0)
                 break;
             link = &(*link)->next;
         }
@@ -789,7 +842,8 @@ static int parse_args(parser *p, hx_jnode **link)
                 return rc;
             advance(p);
             advance(p);
-            if ((rc = parse_expr(p, true, &(*link)->a)) != 0 || (rc = node_depth(p, *link)) != 0)
+            if ((rc = parse_expr(p, true, &(*link)->a)) != 0 ||
+                (rc = node_depth(p, *link)) != 0)
                 return rc;
         } else if (keywords) {
             return unexpected(p, "a keyword argument");
@@ -882,9 +936,9 @@ static int parse_postfix(parser *p, hx_jnode **out)
     return rc;
 }
 
-/* Filters and tests are found by name here. jinja2 lets unknown ones stand in the branches
- * of an if; whether a conditional expression is around is known only later: see lenient().
- * c, no child here, links the unknown ones. */
+/* Filters and tests are found by name here. jinja2 lets unknown ones stand in the
+ * branches of an if; whether a conditional expression is around is known only later: see
+ * lenient(). c, no child here, links the unknown ones. */
 static int resolve(parser *p, hx_jnode *n, const token *t, bool test)
 {
     const hx_str name = { t->p, t->n };
@@ -956,8 +1010,10 @@ static int parse_test(parser *p, hx_jnode **out)
         return unexpected(p, "no second test");
     if (k == T_LPAREN)
         rc = parse_args(p, &(*out)->b);
-    else if (k == T_STRING || k == T_INT || k == T_FLOAT || k == T_LBRACKET || k == T_LBRACE ||
-             (k == T_NAME && !is_name(p, "else") && !is_name(p, "or") && !is_name(p, "and")))
+    else if (k == T_STRING || k == T_INT || k == T_FLOAT || k == T_LBRACKET ||
+             k == T_LBRACE ||
+             (k == T_NAME && !is_name(p, "else") && !is_name(p, "or") &&
+              !is_name(p, "and")))
         if ((rc = parse_primary(p, &(*out)->b)) == 0)
             rc = parse_postfix(p, &(*out)->b);
     if (rc != 0 || (rc = node_depth(p, *out)) != 0)
@@ -1000,12 +1056,14 @@ static int parse_unary(parser *p, bool filters, hx_jnode **out)
 }
 
 /* Binary operators, loosest level first. */
-static const struct { tkind kind; hx_jop op; int level; } BINARY[] = {
-    { T_ADD, HX_OP_ADD, 0 }, { T_SUB, HX_OP_SUB, 0 },
-    { T_TILDE, HX_OP_CAT, 1 },
+static const struct {
+    tkind kind;
+    hx_jop op;
+    int level;
+} BINARY[] = {
+    { T_ADD, HX_OP_ADD, 0 }, { T_SUB, HX_OP_SUB, 0 }, { T_TILDE, HX_OP_CAT, 1 },
     { T_MUL, HX_OP_MUL, 2 }, { T_DIV, HX_OP_DIV, 2 }, { T_FLOORDIV, HX_OP_FLOORDIV, 2 },
-    { T_MOD, HX_OP_MOD, 2 },
-    { T_POW, HX_OP_POW, 3 },
+    { T_MOD, HX_OP_MOD, 2 }, { T_POW, HX_OP_POW, 3 },
 };
 
 static int parse_binary(parser *p, int level, hx_jnode **out)
@@ -1030,9 +1088,12 @@ static int parse_binary(parser *p, int level, hx_jnode **out)
 
 static bool compare_op(parser *p, hx_jop *op)
 {
-    static const struct { tkind kind; hx_jop op; } COMPARE[] = {
-        { T_EQ, HX_OP_EQ }, { T_NE, HX_OP_NE }, { T_LT, HX_OP_LT }, { T_LE, HX_OP_LE },
-        { T_GT, HX_OP_GT }, { T_GE, HX_OP_GE },
+    static const struct {
+        tkind kind;
+        hx_jop op;
+    } COMPARE[] = {
+        { T_EQ, HX_OP_EQ }, { T_NE, HX_OP_NE }, { T_LT, HX_OP_LT },
+        { T_LE, HX_OP_LE }, { T_GT, HX_OP_GT }, { T_GE, HX_OP_GE },
     };
 
     for (size_t i = 0; i < HX_LEN(COMPARE); i++) {
@@ -1066,7 +1127,8 @@ static int parse_compare(parser *p, hx_jnode **out)
         if ((rc = node_new(p, HX_N_OPERAND, link)) != 0)
             break;
         (*link)->op = (uint8_t)op;
-        if ((rc = parse_binary(p, 0, &(*link)->a)) != 0 || (rc = node_depth(p, *link)) != 0)
+        if ((rc = parse_binary(p, 0, &(*link)->a)) != 0 ||
+            (rc = node_depth(p, *link)) != 0)
             break;
         link = &(*link)->next;
     }
@@ -1169,7 +1231,9 @@ static int parse_tuple(parser *p, bool cond, bool parens, hx_jnode **out)
 
 static int parse_target_name(parser *p, hx_jnode **out)
 {
-    static const char *const CONST[] = { "true", "True", "false", "False", "none", "None" };
+    static const char *const CONST[] = {
+        "true", "True", "false", "False", "none", "None"
+    };
     const token *t = cur(p);
     int rc;
 
@@ -1220,8 +1284,8 @@ static int parse_target(parser *p, bool parens, hx_jnode **out)
     return comma ? node_depth(p, t) : 0;
 }
 
-/* The rest of a tag, then statements up to one of ends (not consumed). A body that has its
- * own scope makes unknown filters an error again, as jinja2 does. */
+/* The rest of a tag, then statements up to one of ends (not consumed). A body that has
+ * its own scope makes unknown filters an error again, as jinja2 does. */
 static int parse_block(parser *p, const char *const *ends, bool scope, hx_jnode **out)
 {
     const bool soft = p->soft;
@@ -1362,7 +1426,8 @@ static int parse_params(parser *p, hx_jnode *n)
             if ((rc = parse_expr(p, true, &(*link)->a)) != 0)
                 return rc;
         } else if (defaults) {
-            return FAIL(p, HX_EFORMAT, "parameter without default after one with a default");
+            return FAIL(p, HX_EFORMAT,
+                        "parameter without default after one with a default");
         }
         link = &(*link)->next;
         n->n++;
@@ -1471,7 +1536,7 @@ static int parse_leave(parser *p, hx_jnode *n)
 /* parse reads what follows the word, including the end tag but not its "%}". */
 static const struct {
     const char *word;
-    hx_jkind    kind;
+    hx_jkind kind;
     int (*parse)(parser *p, hx_jnode *n);
 } TAGS[] = {
     { "for", HX_N_FOR, parse_for },
@@ -1486,8 +1551,8 @@ static const struct {
 };
 
 static const char *const REFUSED_TAGS[] = {
-    "extends", "block", "include", "import", "from", "autoescape", "print", "do", "trans",
-    "debug",
+    "extends",    "block", "include", "import", "from",
+    "autoescape", "print", "do",      "trans",  "debug",
 };
 
 static int parse_statement(parser *p, hx_jnode **out)
@@ -1512,7 +1577,8 @@ static int parse_statement(parser *p, hx_jnode **out)
         if (is_name(p, REFUSED_TAGS[i]))
             return FAIL(p, HX_EUNSUP, "the tag \"%s\"", REFUSED_TAGS[i]);
     }
-    return FAIL(p, HX_EFORMAT, "unknown or misplaced tag \"%.*s\"", (int)HX_MIN(t->n, 40), t->p);
+    return FAIL(p, HX_EFORMAT, "unknown or misplaced tag \"%.*s\"", (int)HX_MIN(t->n, 40),
+                t->p);
 }
 
 static bool ends_here(const parser *p, const char *const *ends)
@@ -1587,19 +1653,22 @@ static char *normalise(parser *p, hx_str source)
 
 int hx_jinja_parse(hx_jinja *t, hx_str source, hx_err *err)
 {
-    parser p = { .vm = { .mem = &t->mem, .err = err, .name = t->name, .line = 1 }, .t = t };
+    parser p = { .vm = { .mem = &t->mem, .err = err, .name = t->name, .line = 1 },
+                 .t = t };
     int rc;
 
     if (source.n > HX_J_SOURCE_MAX)
-        return FAIL(&p, HX_ELIMIT, "template has %zu bytes, at most %zu are read", source.n,
-                    HX_J_SOURCE_MAX);
+        return FAIL(&p, HX_ELIMIT, "template has %zu bytes, at most %zu are read",
+                    source.n, HX_J_SOURCE_MAX);
     if (!hx_utf8_ok(source.p, source.n))
         return FAIL(&p, HX_EFORMAT, "template is not UTF-8");
     if ((p.src = normalise(&p, source)) == NULL)
         return HX_ENOMEM;
     if ((rc = lex(&p)) != 0)
         return rc;
-    static const char *const SYM[] = { [HX_J_SYM_LOOP] = "loop", [HX_J_SYM_CALLER] = "caller" };
+    static const char *const SYM[] = {
+        [HX_J_SYM_LOOP] = "loop", [HX_J_SYM_CALLER] = "caller"
+    };
     for (uint32_t i = 0, id; i < HX_LEN(SYM); i++) {
         if ((rc = symbol(&p, SYM[i], strlen(SYM[i]), &id)) != 0)
             return rc;

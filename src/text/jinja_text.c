@@ -1,8 +1,8 @@
 /* jinja_text.c - Python's str: case mapping, strip, split, find, replace and the table of
  * string methods.
  *
- * Called by jinja_call.c. Works on code points and keeps the marks of every byte it passes
- * on; a text it changes letter by letter keeps the mark of the letter. */
+ * Called by jinja_call.c. Works on code points and keeps the marks of every byte it
+ * passes on; a text it changes letter by letter keeps the mark of the letter. */
 #include <utf8proc.h>
 
 #include "text/jinja_ast.h"
@@ -17,7 +17,8 @@ int hx_jtext_want(hx_jvm *vm, hx_jval v, const char *what, const hx_jstr **out)
     if (v.t == HX_J_UNDEF)
         return hx_jval_undef_error(vm, v);
     if (v.t != HX_J_STR)
-        return hx_jvm_fail(vm, HX_EFORMAT, "%s is a %s, expected a string", what, hx_jval_type(v));
+        return hx_jvm_fail(vm, HX_EFORMAT, "%s is a %s, expected a string", what,
+                           hx_jval_type(v));
     *out = v.u.s;
     return 0;
 }
@@ -47,33 +48,33 @@ static int refuse_safe(hx_jvm *vm, const hx_jstr *s, const char *what)
 /* Code points whose upper case is more than one (SpecialCasing.txt of Unicode 14, without
  * U+1F80..1FAF, which follow a rule). Sorted. */
 static const uint16_t SPECIAL[][4] = {
-    { 0x00df, 0x53, 0x53 },           { 0x0149, 0x2bc, 0x4e },
-    { 0x01f0, 0x4a, 0x30c },          { 0x0390, 0x399, 0x308, 0x301 },
-    { 0x03b0, 0x3a5, 0x308, 0x301 },  { 0x0587, 0x535, 0x552 },
-    { 0x1e96, 0x48, 0x331 },          { 0x1e97, 0x54, 0x308 },
-    { 0x1e98, 0x57, 0x30a },          { 0x1e99, 0x59, 0x30a },
-    { 0x1e9a, 0x41, 0x2be },          { 0x1f50, 0x3a5, 0x313 },
-    { 0x1f52, 0x3a5, 0x313, 0x300 },  { 0x1f54, 0x3a5, 0x313, 0x301 },
-    { 0x1f56, 0x3a5, 0x313, 0x342 },  { 0x1fb2, 0x1fba, 0x399 },
-    { 0x1fb3, 0x391, 0x399 },         { 0x1fb4, 0x386, 0x399 },
-    { 0x1fb6, 0x391, 0x342 },         { 0x1fb7, 0x391, 0x342, 0x399 },
-    { 0x1fbc, 0x391, 0x399 },         { 0x1fc2, 0x1fca, 0x399 },
-    { 0x1fc3, 0x397, 0x399 },         { 0x1fc4, 0x389, 0x399 },
-    { 0x1fc6, 0x397, 0x342 },         { 0x1fc7, 0x397, 0x342, 0x399 },
-    { 0x1fcc, 0x397, 0x399 },         { 0x1fd2, 0x399, 0x308, 0x300 },
-    { 0x1fd3, 0x399, 0x308, 0x301 },  { 0x1fd6, 0x399, 0x342 },
-    { 0x1fd7, 0x399, 0x308, 0x342 },  { 0x1fe2, 0x3a5, 0x308, 0x300 },
-    { 0x1fe3, 0x3a5, 0x308, 0x301 },  { 0x1fe4, 0x3a1, 0x313 },
-    { 0x1fe6, 0x3a5, 0x342 },         { 0x1fe7, 0x3a5, 0x308, 0x342 },
-    { 0x1ff2, 0x1ffa, 0x399 },        { 0x1ff3, 0x3a9, 0x399 },
-    { 0x1ff4, 0x38f, 0x399 },         { 0x1ff6, 0x3a9, 0x342 },
-    { 0x1ff7, 0x3a9, 0x342, 0x399 },  { 0x1ffc, 0x3a9, 0x399 },
-    { 0xfb00, 0x46, 0x46 },           { 0xfb01, 0x46, 0x49 },
-    { 0xfb02, 0x46, 0x4c },           { 0xfb03, 0x46, 0x46, 0x49 },
-    { 0xfb04, 0x46, 0x46, 0x4c },     { 0xfb05, 0x53, 0x54 },
-    { 0xfb06, 0x53, 0x54 },           { 0xfb13, 0x544, 0x546 },
-    { 0xfb14, 0x544, 0x535 },         { 0xfb15, 0x544, 0x53b },
-    { 0xfb16, 0x54e, 0x546 },         { 0xfb17, 0x544, 0x53d },
+    { 0x00df, 0x53, 0x53 },          { 0x0149, 0x2bc, 0x4e },
+    { 0x01f0, 0x4a, 0x30c },         { 0x0390, 0x399, 0x308, 0x301 },
+    { 0x03b0, 0x3a5, 0x308, 0x301 }, { 0x0587, 0x535, 0x552 },
+    { 0x1e96, 0x48, 0x331 },         { 0x1e97, 0x54, 0x308 },
+    { 0x1e98, 0x57, 0x30a },         { 0x1e99, 0x59, 0x30a },
+    { 0x1e9a, 0x41, 0x2be },         { 0x1f50, 0x3a5, 0x313 },
+    { 0x1f52, 0x3a5, 0x313, 0x300 }, { 0x1f54, 0x3a5, 0x313, 0x301 },
+    { 0x1f56, 0x3a5, 0x313, 0x342 }, { 0x1fb2, 0x1fba, 0x399 },
+    { 0x1fb3, 0x391, 0x399 },        { 0x1fb4, 0x386, 0x399 },
+    { 0x1fb6, 0x391, 0x342 },        { 0x1fb7, 0x391, 0x342, 0x399 },
+    { 0x1fbc, 0x391, 0x399 },        { 0x1fc2, 0x1fca, 0x399 },
+    { 0x1fc3, 0x397, 0x399 },        { 0x1fc4, 0x389, 0x399 },
+    { 0x1fc6, 0x397, 0x342 },        { 0x1fc7, 0x397, 0x342, 0x399 },
+    { 0x1fcc, 0x397, 0x399 },        { 0x1fd2, 0x399, 0x308, 0x300 },
+    { 0x1fd3, 0x399, 0x308, 0x301 }, { 0x1fd6, 0x399, 0x342 },
+    { 0x1fd7, 0x399, 0x308, 0x342 }, { 0x1fe2, 0x3a5, 0x308, 0x300 },
+    { 0x1fe3, 0x3a5, 0x308, 0x301 }, { 0x1fe4, 0x3a1, 0x313 },
+    { 0x1fe6, 0x3a5, 0x342 },        { 0x1fe7, 0x3a5, 0x308, 0x342 },
+    { 0x1ff2, 0x1ffa, 0x399 },       { 0x1ff3, 0x3a9, 0x399 },
+    { 0x1ff4, 0x38f, 0x399 },        { 0x1ff6, 0x3a9, 0x342 },
+    { 0x1ff7, 0x3a9, 0x342, 0x399 }, { 0x1ffc, 0x3a9, 0x399 },
+    { 0xfb00, 0x46, 0x46 },          { 0xfb01, 0x46, 0x49 },
+    { 0xfb02, 0x46, 0x4c },          { 0xfb03, 0x46, 0x46, 0x49 },
+    { 0xfb04, 0x46, 0x46, 0x4c },    { 0xfb05, 0x53, 0x54 },
+    { 0xfb06, 0x53, 0x54 },          { 0xfb13, 0x544, 0x546 },
+    { 0xfb14, 0x544, 0x535 },        { 0xfb15, 0x544, 0x53b },
+    { 0xfb16, 0x54e, 0x546 },        { 0xfb17, 0x544, 0x53d },
 };
 
 static uint32_t lower_of(uint32_t cp)
@@ -90,13 +91,15 @@ static bool is_cased(uint32_t cp)
 {
     const utf8proc_category_t c = category(cp);
 
-    return c == UTF8PROC_CATEGORY_LU || c == UTF8PROC_CATEGORY_LL || c == UTF8PROC_CATEGORY_LT;
+    return c == UTF8PROC_CATEGORY_LU || c == UTF8PROC_CATEGORY_LL ||
+           c == UTF8PROC_CATEGORY_LT;
 }
 
 /* What case rules look through: marks, modifiers, and punctuation inside words. */
 static bool is_case_ignorable(uint32_t cp)
 {
-    static const uint16_t INSIDE[] = { '\'', '.', ':', 0xb7, 0x387, 0x2018, 0x2019, 0x2024, 0x2027 };
+    static const uint16_t INSIDE[] = { '\'',   '.',    ':',    0xb7,  0x387,
+                                       0x2018, 0x2019, 0x2024, 0x2027 };
 
     for (size_t i = 0; i < HX_LEN(INSIDE); i++) {
         if (INSIDE[i] == cp)
@@ -161,13 +164,18 @@ static void put_title(hx_jbuf *b, const hx_jstr *s, size_t off, uint32_t cp)
 {
     const uint32_t simple = (uint32_t)utf8proc_totitle((utf8proc_int32_t)cp);
 
-    for (size_t i = 0; simple == cp && category(cp) != UTF8PROC_CATEGORY_LT &&
-                       i < HX_LEN(SPECIAL) && SPECIAL[i][0] <= cp; i++) {
+    for (size_t i = 0; category(simple) != UTF8PROC_CATEGORY_LT && i < HX_LEN(SPECIAL) &&
+                       SPECIAL[i][0] <= cp;
+         i++) {
         if (SPECIAL[i][0] != cp)
             continue;
         hx_jbuf_cp(b, SPECIAL[i][1], s, off);
         for (size_t k = 2; k < 4 && SPECIAL[i][k] != 0; k++)
-            hx_jbuf_cp(b, SPECIAL[i][k] == 0x399 ? 0x345 : lower_of(SPECIAL[i][k]), s, off);
+            hx_jbuf_cp(b,
+                       SPECIAL[i][k] == 0x399    ? 0x345
+                       : is_cased(SPECIAL[i][1]) ? lower_of(SPECIAL[i][k])
+                                                 : SPECIAL[i][k],
+                       s, off);
         return;
     }
     hx_jbuf_cp(b, simple, s, off);
@@ -186,7 +194,8 @@ static void put_lower(hx_jbuf *b, const hx_jstr *s, size_t off, uint32_t cp)
 /* Where the title filter starts a new word: behind these and white space. */
 static bool starts_word(uint32_t cp)
 {
-    return hx_jinja_is_space(cp) || (cp < 0x80 && cp != 0 && strchr("-({[<", (int)cp) != NULL);
+    return hx_jinja_is_space(cp) ||
+           (cp < 0x80 && cp != 0 && strchr("-({[<", (int)cp) != NULL);
 }
 
 int hx_jtext_case(hx_jvm *vm, const hx_jstr *s, hx_jcase to, hx_jval *out)
@@ -212,7 +221,9 @@ int hx_jtext_case(hx_jvm *vm, const hx_jstr *s, hx_jcase to, hx_jval *out)
     return hx_jbuf_done_safe(&b, s->safe, out);
 }
 
-/* str.isupper(), str.islower(): a letter of that case, none of another. */
+/* str.isupper(), str.islower(): a letter of that case, none of another. Letters only: the
+ * 366 modifier letters, Roman numerals and circled letters that Unicode also calls cased
+ * count as caseless here. */
 bool hx_jtext_all_case(const hx_jstr *s, bool upper)
 {
     bool seen = false;
@@ -253,8 +264,8 @@ static size_t point_before(const hx_jstr *s, size_t at)
 }
 
 /* chars: the set to remove, NULL for white space. */
-int hx_jtext_strip(hx_jvm *vm, const hx_jstr *s, const hx_jstr *chars, bool left, bool right,
-                   hx_jval *out)
+int hx_jtext_strip(hx_jvm *vm, const hx_jstr *s, const hx_jstr *chars, bool left,
+                   bool right, hx_jval *out)
 {
     size_t from = 0, to = s->n, n;
     int rc;
@@ -310,8 +321,8 @@ static size_t line_end(const hx_jstr *s, size_t off)
 
     if (cp == '\r' && off + 1 < s->n && s->p[off + 1] == '\n')
         return 2;
-    if ((cp >= 10 && cp <= 13) || (cp >= 0x1c && cp <= 0x1e) || cp == 0x85 || cp == 0x2028 ||
-        cp == 0x2029)
+    if ((cp >= 10 && cp <= 13) || (cp >= 0x1c && cp <= 0x1e) || cp == 0x85 ||
+        cp == 0x2028 || cp == 0x2029)
         return n;
     return 0;
 }
@@ -330,7 +341,10 @@ size_t hx_jtext_line(const hx_jstr *s, size_t from, size_t *after)
 
 /* ---- a list of parts ------------------------------------------------- */
 
-typedef struct { hx_jval *v; size_t n, cap; } parts;
+typedef struct {
+    hx_jval *v;
+    size_t n, cap;
+} parts;
 
 static int part_add(hx_jvm *vm, parts *l, const hx_jstr *s, size_t from, size_t to)
 {
@@ -371,7 +385,8 @@ static int split_space(hx_jvm *vm, const hx_jstr *s, int64_t max, bool rev, hx_j
         /* Drop white space at the end that is being eaten. */
         while (!rev && from < to && hx_jinja_is_space(hx_jstr_cp(s, from, &n)))
             from += n;
-        while (rev && to > from && hx_jinja_is_space(hx_jstr_cp(s, point_before(s, to), &n)))
+        while (rev && to > from &&
+               hx_jinja_is_space(hx_jstr_cp(s, point_before(s, to), &n)))
             to = point_before(s, to);
         if (from == to)
             break;
@@ -381,7 +396,8 @@ static int split_space(hx_jvm *vm, const hx_jstr *s, int64_t max, bool rev, hx_j
         }
         size_t a = from, z = to;
         if (rev) {
-            for (a = to; a > from && !hx_jinja_is_space(hx_jstr_cp(s, point_before(s, a), &n));)
+            for (a = to;
+                 a > from && !hx_jinja_is_space(hx_jstr_cp(s, point_before(s, a), &n));)
                 a = point_before(s, a);
             to = a;
         } else {
@@ -395,8 +411,8 @@ static int split_space(hx_jvm *vm, const hx_jstr *s, int64_t max, bool rev, hx_j
     return rc != 0 ? rc : parts_done(vm, &l, rev, out);
 }
 
-static int split_by(hx_jvm *vm, const hx_jstr *s, const hx_jstr *sep, int64_t max, bool rev,
-                    hx_jval *out)
+static int split_by(hx_jvm *vm, const hx_jstr *s, const hx_jstr *sep, int64_t max,
+                    bool rev, hx_jval *out)
 {
     parts l = { 0 };
     size_t from = 0, to = s->n;
@@ -429,29 +445,27 @@ static const hx_jstr *self_of(const hx_jcall *c)
     return c->self.u.s;
 }
 
-static int optional_set(hx_jvm *vm, hx_jval v, const hx_jstr **set)
+enum { LEFT = 1, RIGHT = 2 };
+
+/* strip, lstrip, rstrip: arg is the sides. */
+METHOD(m_strip)
 {
-    *set = NULL;
-    return v.t == HX_J_ABSENT || v.t == HX_J_NONE ? 0 : hx_jtext_want(vm, v, "strip", set);
+    const hx_jstr *set = NULL;
+    int rc;
+
+    if (c->a[0].t != HX_J_ABSENT && c->a[0].t != HX_J_NONE &&
+        (rc = hx_jtext_want(vm, c->a[0], "strip", &set)) != 0)
+        return rc;
+    return hx_jtext_strip(vm, self_of(c), set, c->arg & LEFT, c->arg & RIGHT, out);
 }
 
-static int strip_sides(hx_jvm *vm, const hx_jcall *c, bool left, bool right, hx_jval *out)
+METHOD(m_case)
 {
-    const hx_jstr *set;
-    const int rc = optional_set(vm, c->a[0], &set);
-
-    return rc != 0 ? rc : hx_jtext_strip(vm, self_of(c), set, left, right, out);
+    return hx_jtext_case(vm, self_of(c), (hx_jcase)c->arg, out);
 }
 
-METHOD(m_strip) { return strip_sides(vm, c, true, true, out); }
-METHOD(m_lstrip) { return strip_sides(vm, c, true, false, out); }
-METHOD(m_rstrip) { return strip_sides(vm, c, false, true, out); }
-METHOD(m_upper) { return hx_jtext_case(vm, self_of(c), HX_J_UPPER, out); }
-METHOD(m_lower) { return hx_jtext_case(vm, self_of(c), HX_J_LOWER, out); }
-METHOD(m_title) { return hx_jtext_case(vm, self_of(c), HX_J_STR_TITLE, out); }
-METHOD(m_capitalize) { return hx_jtext_case(vm, self_of(c), HX_J_CAPITALIZE, out); }
-
-static int split_any(hx_jvm *vm, const hx_jcall *c, bool rev, hx_jval *out)
+/* split; rsplit has arg 1. */
+METHOD(m_split)
 {
     const hx_jstr *sep;
     int64_t max;
@@ -460,14 +474,11 @@ static int split_any(hx_jvm *vm, const hx_jcall *c, bool rev, hx_jval *out)
     if ((rc = hx_jtext_want_int(vm, c->a[1], "maxsplit", -1, &max)) != 0)
         return rc;
     if (c->a[0].t == HX_J_ABSENT || c->a[0].t == HX_J_NONE)
-        return split_space(vm, self_of(c), max, rev, out);
+        return split_space(vm, self_of(c), max, c->arg == 1, out);
     if ((rc = hx_jtext_want(vm, c->a[0], "separator", &sep)) != 0)
         return rc;
-    return split_by(vm, self_of(c), sep, max, rev, out);
+    return split_by(vm, self_of(c), sep, max, c->arg == 1, out);
 }
-
-METHOD(m_split) { return split_any(vm, c, false, out); }
-METHOD(m_rsplit) { return split_any(vm, c, true, out); }
 
 METHOD(m_splitlines)
 {
@@ -484,9 +495,10 @@ METHOD(m_splitlines)
     return rc != 0 ? rc : parts_done(vm, &l, false, out);
 }
 
-/* text.partition(sep), from the right for rpartition. */
-static int partition(hx_jvm *vm, const hx_jcall *c, bool rev, hx_jval *out)
+/* partition; rpartition has arg 1. */
+METHOD(m_partition)
 {
+    const bool rev = c->arg == 1;
     const hx_jstr *s = self_of(c), *sep;
     hx_jval *item;
     int rc;
@@ -505,10 +517,8 @@ static int partition(hx_jvm *vm, const hx_jcall *c, bool rev, hx_jval *out)
     return hx_jstr_sub(vm, s, end, s->n - end, &item[2]);
 }
 
-METHOD(m_partition) { return partition(vm, c, false, out); }
-METHOD(m_rpartition) { return partition(vm, c, true, out); }
-
-/* Bytes [from, to) that optional arguments start and end leave. False: nothing can match. */
+/* Bytes [from, to) that optional arguments start and end leave. False: nothing can match.
+ */
 static int window(hx_jvm *vm, const hx_jcall *c, size_t *from, size_t *to, bool *any)
 {
     const hx_jstr *s = self_of(c);
@@ -530,41 +540,30 @@ static int window(hx_jvm *vm, const hx_jcall *c, size_t *from, size_t *to, bool 
     return rc != 0 ? rc : hx_jstr_seek(vm, s, (size_t)HX_MIN(v[1], n), to);
 }
 
-/* Position in code points, -1 when there is none. */
-static int find_any(hx_jvm *vm, const hx_jcall *c, bool rev, int64_t *at)
+enum { FROM_RIGHT = 1, MUST = 2 };
+
+/* find, rfind, index, rindex: where, in code points. */
+METHOD(m_find)
 {
     const hx_jstr *s = self_of(c), *sub;
     size_t from, to, hit = SIZE_MAX;
+    int64_t at = 0;
     bool any;
     int rc;
 
-    *at = -1;
     if ((rc = hx_jtext_want(vm, c->a[0], "text to find", &sub)) != 0 ||
-        (rc = window(vm, c, &from, &to, &any)) != 0 || (rc = hx_jvm_work(vm, s->n / 64)) != 0)
+        (rc = window(vm, c, &from, &to, &any)) != 0 ||
+        (rc = hx_jvm_work(vm, s->n / 64)) != 0)
         return rc;
     if (any)
-        hit = hx_jstr_find(s, sub, from, to, rev);
-    *at = hit == SIZE_MAX ? -1 : 0;
+        hit = hx_jstr_find(s, sub, from, to, c->arg & FROM_RIGHT);
+    if (hit == SIZE_MAX && c->arg & MUST)
+        return hx_jvm_fail(vm, HX_EFORMAT, "substring not found");
     for (size_t i = 0; hit != SIZE_MAX && i < hit; i++)
-        *at += ((uint8_t)s->p[i] & 0xc0) != 0x80;
+        at += ((uint8_t)s->p[i] & 0xc0) != 0x80;
+    *out = hx_jint(hit == SIZE_MAX ? -1 : at);
     return 0;
 }
-
-static int find_or_fail(hx_jvm *vm, const hx_jcall *c, bool rev, bool must, hx_jval *out)
-{
-    int64_t at;
-    const int rc = find_any(vm, c, rev, &at);
-
-    if (rc == 0 && at < 0 && must)
-        return hx_jvm_fail(vm, HX_EFORMAT, "substring not found");
-    *out = hx_jint(at);
-    return rc;
-}
-
-METHOD(m_find) { return find_or_fail(vm, c, false, false, out); }
-METHOD(m_rfind) { return find_or_fail(vm, c, true, false, out); }
-METHOD(m_index) { return find_or_fail(vm, c, false, true, out); }
-METHOD(m_rindex) { return find_or_fail(vm, c, true, true, out); }
 
 METHOD(m_count)
 {
@@ -575,7 +574,8 @@ METHOD(m_count)
     int rc;
 
     if ((rc = hx_jtext_want(vm, c->a[0], "text to count", &sub)) != 0 ||
-        (rc = window(vm, c, &from, &to, &any)) != 0 || (rc = hx_jvm_work(vm, s->n / 64)) != 0)
+        (rc = window(vm, c, &from, &to, &any)) != 0 ||
+        (rc = hx_jvm_work(vm, s->n / 64)) != 0)
         return rc;
     if (any && sub->n == 0) {
         n = 1;
@@ -589,13 +589,16 @@ METHOD(m_count)
     return 0;
 }
 
-static bool has_affix(const hx_jstr *s, const hx_jstr *x, size_t from, size_t to, bool end)
+static bool has_affix(const hx_jstr *s, const hx_jstr *x, size_t from, size_t to,
+                      bool end)
 {
     return x->n <= to - from && memcmp(s->p + (end ? to - x->n : from), x->p, x->n) == 0;
 }
 
-static int affix(hx_jvm *vm, const hx_jcall *c, bool end, hx_jval *out)
+/* startswith; endswith has arg 1. */
+METHOD(m_affix)
 {
+    const bool end = c->arg == 1;
     const hx_jval arg = c->a[0];
     const hx_jval *one = arg.t == HX_J_TUPLE ? arg.u.q->v : &arg;
     const size_t n = arg.t == HX_J_TUPLE ? arg.u.q->n : 1;
@@ -615,11 +618,10 @@ static int affix(hx_jvm *vm, const hx_jcall *c, bool end, hx_jval *out)
     return 0;
 }
 
-METHOD(m_startswith) { return affix(vm, c, false, out); }
-METHOD(m_endswith) { return affix(vm, c, true, out); }
-
-static int remove_affix(hx_jvm *vm, const hx_jcall *c, bool end, hx_jval *out)
+/* removeprefix; removesuffix has arg 1. */
+METHOD(m_remove_affix)
 {
+    const bool end = c->arg == 1;
     const hx_jstr *s = self_of(c), *x;
     int rc;
 
@@ -629,9 +631,6 @@ static int remove_affix(hx_jvm *vm, const hx_jcall *c, bool end, hx_jval *out)
     const size_t cut = has_affix(s, x, 0, s->n, end) ? x->n : 0;
     return hx_jstr_sub(vm, s, end ? 0 : cut, s->n - cut, out);
 }
-
-METHOD(m_removeprefix) { return remove_affix(vm, c, false, out); }
-METHOD(m_removesuffix) { return remove_affix(vm, c, true, out); }
 
 METHOD(m_replace)
 {
@@ -659,7 +658,8 @@ METHOD(m_join)
         return rc;
     for (size_t i = 0; (rc = hx_jiter_next(vm, &it, &x)) == 1; i++) {
         if (x.t != HX_J_STR)
-            return hx_jvm_fail(vm, HX_EFORMAT, "join: item %zu is a %s, expected a string", i,
+            return hx_jvm_fail(vm, HX_EFORMAT,
+                               "join: item %zu is a %s, expected a string", i,
                                hx_jval_type(x));
         if (i > 0)
             hx_jbuf_put(&b, self_of(c));
@@ -674,9 +674,6 @@ METHOD(m_format)
 
     return rc != 0 ? rc : hx_jformat_braces(vm, self_of(c), c->raw, out);
 }
-
-METHOD(m_isupper) { (void)vm; *out = hx_jbool(hx_jtext_all_case(self_of(c), true)); return 0; }
-METHOD(m_islower) { (void)vm; *out = hx_jbool(hx_jtext_all_case(self_of(c), false)); return 0; }
 
 static bool is_letter(uint32_t cp)
 {
@@ -694,86 +691,75 @@ static bool is_decimal(uint32_t cp)
     return category(cp) == UTF8PROC_CATEGORY_ND;
 }
 
-static int all_are(const hx_jcall *c, bool (*is)(uint32_t cp), hx_jval *out)
+/* isdigit() also takes some of the other numbers: superscripts, circled digits. */
+static bool is_other_number(uint32_t cp)
 {
+    return category(cp) == UTF8PROC_CATEGORY_NO;
+}
+
+enum { ALL_SPACE, ALL_LETTERS, ALL_ALNUM, ALL_DECIMAL, ALL_DIGITS };
+
+/* isspace, isalpha, isalnum, isdecimal, isdigit: every character is of the kind arg. */
+METHOD(m_all)
+{
+    static bool (*const IS[])(uint32_t cp) = {
+        [ALL_SPACE] = hx_jinja_is_space, [ALL_LETTERS] = is_letter,
+        [ALL_ALNUM] = is_alnum,          [ALL_DECIMAL] = is_decimal,
+        [ALL_DIGITS] = is_decimal,
+    };
     const hx_jstr *s = self_of(c);
-    bool yes = s->n > 0;
+    bool all = s->n > 0;
     size_t n;
 
-    for (size_t i = 0; i < s->n && yes; i += n)
-        yes = is(hx_jstr_cp(s, i, &n));
-    *out = hx_jbool(yes);
+    for (size_t i = 0; i < s->n && all; i += n) {
+        const uint32_t cp = hx_jstr_cp(s, i, &n);
+        if (c->arg == ALL_DIGITS && is_other_number(cp))
+            return hx_jvm_fail(vm, HX_EUNSUP,
+                               "isdigit on numbers that are no decimal digits");
+        all = IS[c->arg](cp);
+    }
+    *out = hx_jbool(all);
     return 0;
 }
 
-METHOD(m_isspace) { (void)vm; return all_are(c, hx_jinja_is_space, out); }
-METHOD(m_isalpha) { (void)vm; return all_are(c, is_letter, out); }
-METHOD(m_isalnum) { (void)vm; return all_are(c, is_alnum, out); }
-
-/* isdigit() also takes some of the other numbers (superscripts, circled digits). */
-METHOD(m_isdigit)
+METHOD(m_all_case)
 {
-    const hx_jstr *s = self_of(c);
-    size_t n;
-
-    for (size_t i = 0; i < s->n; i += n) {
-        if (category(hx_jstr_cp(s, i, &n)) == UTF8PROC_CATEGORY_NO)
-            return hx_jvm_fail(vm, HX_EUNSUP, "isdigit on numbers that are no decimal digits");
-    }
-    return all_are(c, is_decimal, out);
+    (void)vm;
+    *out = hx_jbool(hx_jtext_all_case(self_of(c), c->arg == HX_J_UPPER));
+    return 0;
 }
 
-METHOD(m_isdecimal) { (void)vm; return all_are(c, is_decimal, out); }
-
-static const char REFUSED[] = "is outside the subset";
-
 const hx_jbuiltin hx_jtext_methods[] = {
-    { "strip", m_strip, "chars?" },
-    { "lstrip", m_lstrip, "chars?" },
-    { "rstrip", m_rstrip, "chars?" },
-    { "split", m_split, "sep? maxsplit?" },
-    { "rsplit", m_rsplit, "sep? maxsplit?" },
-    { "splitlines", m_splitlines, "keepends?" },
-    { "partition", m_partition, "sep" },
-    { "rpartition", m_rpartition, "sep" },
-    { "startswith", m_startswith, "prefix start? end?" },
-    { "endswith", m_endswith, "suffix start? end?" },
-    { "removeprefix", m_removeprefix, "prefix" },
-    { "removesuffix", m_removesuffix, "suffix" },
-    { "replace", m_replace, "old new count?" },
-    { "upper", m_upper, "" },
-    { "lower", m_lower, "" },
-    { "title", m_title, "" },
-    { "capitalize", m_capitalize, "" },
-    { "find", m_find, "sub start? end?" },
-    { "rfind", m_rfind, "sub start? end?" },
-    { "index", m_index, "sub start? end?" },
-    { "rindex", m_rindex, "sub start? end?" },
-    { "count", m_count, "sub start? end?" },
-    { "join", m_join, "iterable" },
-    { "format", m_format, "*" },
-    { "isupper", m_isupper, "" },
-    { "islower", m_islower, "" },
-    { "isspace", m_isspace, "" },
-    { "isalpha", m_isalpha, "" },
-    { "isalnum", m_isalnum, "" },
-    { "isdigit", m_isdigit, "" },
-    { "isdecimal", m_isdecimal, "" },
-    { "casefold", NULL, REFUSED },
-    { "center", NULL, REFUSED },
-    { "encode", NULL, REFUSED },
-    { "expandtabs", NULL, REFUSED },
-    { "format_map", NULL, REFUSED },
-    { "isascii", NULL, REFUSED },
-    { "isidentifier", NULL, REFUSED },
-    { "isnumeric", NULL, REFUSED },
-    { "isprintable", NULL, REFUSED },
-    { "istitle", NULL, REFUSED },
-    { "ljust", NULL, REFUSED },
-    { "maketrans", NULL, REFUSED },
-    { "rjust", NULL, REFUSED },
-    { "swapcase", NULL, REFUSED },
-    { "translate", NULL, REFUSED },
-    { "zfill", NULL, REFUSED },
-    { NULL, NULL, NULL },
+    { "strip", m_strip, "chars?", LEFT | RIGHT },
+    { "lstrip", m_strip, "chars?", LEFT },
+    { "rstrip", m_strip, "chars?", RIGHT },
+    { "split", m_split, "sep? maxsplit?", 0 },
+    { "rsplit", m_split, "sep? maxsplit?", 1 },
+    { "splitlines", m_splitlines, "keepends?", 0 },
+    { "partition", m_partition, "sep", 0 },
+    { "rpartition", m_partition, "sep", 1 },
+    { "startswith", m_affix, "prefix start? end?", 0 },
+    { "endswith", m_affix, "suffix start? end?", 1 },
+    { "removeprefix", m_remove_affix, "prefix", 0 },
+    { "removesuffix", m_remove_affix, "suffix", 1 },
+    { "replace", m_replace, "old new count?", 0 },
+    { "upper", m_case, "", HX_J_UPPER },
+    { "lower", m_case, "", HX_J_LOWER },
+    { "title", m_case, "", HX_J_STR_TITLE },
+    { "capitalize", m_case, "", HX_J_CAPITALIZE },
+    { "find", m_find, "sub start? end?", 0 },
+    { "rfind", m_find, "sub start? end?", FROM_RIGHT },
+    { "index", m_find, "sub start? end?", MUST },
+    { "rindex", m_find, "sub start? end?", FROM_RIGHT | MUST },
+    { "count", m_count, "sub start? end?", 0 },
+    { "join", m_join, "iterable", 0 },
+    { "format", m_format, "*", 0 },
+    { "isupper", m_all_case, "", HX_J_UPPER },
+    { "islower", m_all_case, "", HX_J_LOWER },
+    { "isspace", m_all, "", ALL_SPACE },
+    { "isalpha", m_all, "", ALL_LETTERS },
+    { "isalnum", m_all, "", ALL_ALNUM },
+    { "isdecimal", m_all, "", ALL_DECIMAL },
+    { "isdigit", m_all, "", ALL_DIGITS },
+    { NULL, NULL, NULL, 0 },
 };

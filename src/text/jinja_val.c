@@ -32,8 +32,9 @@ void *hx_jvm_alloc(hx_jvm *vm, size_t n, size_t size)
     void *p = hx_mul(n, size, &bytes) ? hx_arena_alloc(vm->mem, bytes) : NULL;
 
     if (p == NULL)
-        hx_jvm_fail(vm, HX_ENOMEM, "no memory for %zu more items of %zu bytes; templates get %zu MiB",
-                    n, size, vm->mem->cap_bytes >> 20);
+        hx_jvm_fail(vm, HX_ENOMEM,
+                    "no memory for %zu more items of %zu bytes; templates get %zu MiB", n,
+                    size, vm->mem->cap_bytes >> 20);
     return p;
 }
 
@@ -133,7 +134,8 @@ void hx_jbuf_cp(hx_jbuf *b, uint32_t cp, const hx_jstr *s, size_t off)
 {
     char text[4];
 
-    hx_jbuf_add(b, text, (size_t)hx_utf8_put(cp, text), NULL, s->mark ? s->mark[off] : s->user);
+    hx_jbuf_add(b, text, (size_t)hx_utf8_put(cp, text), NULL,
+                s->mark ? s->mark[off] : s->user);
 }
 
 static size_t count_points(const char *p, size_t n)
@@ -152,14 +154,18 @@ static int str_make(hx_jvm *vm, const hx_jstr *like, hx_jval *out)
     if (s == NULL)
         return HX_ENOMEM;
     *s = *like;
-    *out = (hx_jval){ .t = HX_J_STR, .u.s = s };
+    *out = (hx_jval) { .t = HX_J_STR, .u.s = s };
     return 0;
 }
 
 int hx_jbuf_done_safe(hx_jbuf *b, bool safe, hx_jval *out)
 {
-    const hx_jstr s = { .p = b->n ? b->p : "", .n = b->n, .len = count_points(b->p, b->n),
-                        .mark = b->mark, .user = b->user, .safe = safe };
+    const hx_jstr s = { .p = b->n ? b->p : "",
+                        .n = b->n,
+                        .len = count_points(b->p, b->n),
+                        .mark = b->mark,
+                        .user = b->user,
+                        .safe = safe };
 
     return b->rc != 0 ? b->rc : str_make(b->vm, &s, out);
 }
@@ -173,8 +179,8 @@ int hx_jbuf_done(hx_jbuf *b, hx_jval *out)
 
 int hx_jstr_new(hx_jvm *vm, const char *p, size_t n, bool user, hx_jval *out)
 {
-    return str_make(vm, &(hx_jstr){ .p = p, .n = n, .len = count_points(p, n), .user = user },
-                    out);
+    return str_make(
+        vm, &(hx_jstr) { .p = p, .n = n, .len = count_points(p, n), .user = user }, out);
 }
 
 int hx_jstr_copy(hx_jvm *vm, const char *p, size_t n, hx_jval *out)
@@ -217,8 +223,14 @@ int hx_jstr_cat(hx_jvm *vm, const hx_jstr *a, const hx_jstr *b, hx_jval *out)
     hx_jbuf_put(t, b);
     if (t->rc != 0)
         return t->rc;
-    return str_make(vm, &(hx_jstr){ .p = t->n ? t->p : "", .n = t->n, .len = a->len + b->len,
-                                    .mark = t->mark, .user = t->user, .tail = t }, out);
+    return str_make(vm,
+                    &(hx_jstr) { .p = t->n ? t->p : "",
+                                 .n = t->n,
+                                 .len = a->len + b->len,
+                                 .mark = t->mark,
+                                 .user = t->user,
+                                 .tail = t },
+                    out);
 }
 
 int hx_jstr_safe(hx_jvm *vm, const hx_jstr *s, hx_jval *out)
@@ -231,14 +243,17 @@ int hx_jstr_safe(hx_jvm *vm, const hx_jstr *s, hx_jval *out)
 
 int hx_jstr_escape(hx_jvm *vm, const hx_jstr *s, hx_jval *out)
 {
-    static const struct { char c; const char *text; } HTML[] = {
-        { '&', "&amp;" }, { '<', "&lt;" }, { '>', "&gt;" }, { '\'', "&#39;" },
-        { '"', "&#34;" },
+    static const struct {
+        char c;
+        const char *text;
+    } HTML[] = {
+        { '&', "&amp;" },  { '<', "&lt;" },  { '>', "&gt;" },
+        { '\'', "&#39;" }, { '"', "&#34;" },
     };
     hx_jbuf b = { .vm = vm };
 
     if (s->safe) {
-        *out = (hx_jval){ .t = HX_J_STR, .u.s = s };
+        *out = (hx_jval) { .t = HX_J_STR, .u.s = s };
         return 0;
     }
     for (size_t i = 0; i < s->n; i++) {
@@ -287,12 +302,14 @@ int hx_jstr_seek(hx_jvm *vm, const hx_jstr *s, size_t i, size_t *off)
     return hx_jvm_work(vm, at / 64);
 }
 
-size_t hx_jstr_find(const hx_jstr *s, const hx_jstr *sub, size_t from, size_t to, bool rev)
+size_t hx_jstr_find(const hx_jstr *s, const hx_jstr *sub, size_t from, size_t to,
+                    bool rev)
 {
     if (to > s->n || from > to || sub->n > to - from)
         return SIZE_MAX;
     if (!rev) {
-        const char *at = sub->n ? memmem(s->p + from, to - from, sub->p, sub->n) : s->p + from;
+        const char *at =
+            sub->n ? memmem(s->p + from, to - from, sub->p, sub->n) : s->p + from;
         return at ? (size_t)(at - s->p) : SIZE_MAX;
     }
     for (size_t at = to - sub->n;; at--) {
@@ -315,9 +332,9 @@ uint32_t hx_jstr_cp(const hx_jstr *s, size_t off, size_t *n)
 /* str.isspace() of Python. */
 bool hx_jinja_is_space(uint32_t cp)
 {
-    return (cp >= 9 && cp <= 13) || (cp >= 0x1c && cp <= 0x20) || cp == 0x85 || cp == 0xa0 ||
-           cp == 0x1680 || (cp >= 0x2000 && cp <= 0x200a) || cp == 0x2028 || cp == 0x2029 ||
-           cp == 0x202f || cp == 0x205f || cp == 0x3000;
+    return (cp >= 9 && cp <= 13) || (cp >= 0x1c && cp <= 0x20) || cp == 0x85 ||
+           cp == 0xa0 || cp == 0x1680 || (cp >= 0x2000 && cp <= 0x200a) || cp == 0x2028 ||
+           cp == 0x2029 || cp == 0x202f || cp == 0x205f || cp == 0x3000;
 }
 
 /* ---- small things about values --------------------------------------- */
@@ -325,12 +342,16 @@ bool hx_jinja_is_space(uint32_t cp)
 const char *hx_jval_type(hx_jval v)
 {
     static const char *const NAME[] = {
-        [HX_J_ABSENT] = "missing", [HX_J_UNDEF] = "Undefined", [HX_J_NONE] = "NoneType",
-        [HX_J_BOOL] = "bool", [HX_J_INT] = "int", [HX_J_FLOAT] = "float", [HX_J_BIG] = "int",
-        [HX_J_STR] = "str", [HX_J_LIST] = "list", [HX_J_TUPLE] = "tuple", [HX_J_DICT] = "dict",
-        [HX_J_RANGE] = "range", [HX_J_VIEW] = "dict_items", [HX_J_GEN] = "generator",
-        [HX_J_SPACE] = "Namespace", [HX_J_MACRO] = "Macro", [HX_J_FUNC] = "function",
-        [HX_J_METHOD] = "builtin_function_or_method", [HX_J_LOOP] = "LoopContext",
+        [HX_J_ABSENT] = "missing",   [HX_J_UNDEF] = "Undefined",
+        [HX_J_NONE] = "NoneType",    [HX_J_BOOL] = "bool",
+        [HX_J_INT] = "int",          [HX_J_FLOAT] = "float",
+        [HX_J_BIG] = "int",          [HX_J_STR] = "str",
+        [HX_J_LIST] = "list",        [HX_J_TUPLE] = "tuple",
+        [HX_J_DICT] = "dict",        [HX_J_RANGE] = "range",
+        [HX_J_VIEW] = "dict_items",  [HX_J_GEN] = "generator",
+        [HX_J_SPACE] = "Namespace",  [HX_J_MACRO] = "Macro",
+        [HX_J_FUNC] = "function",    [HX_J_METHOD] = "builtin_function_or_method",
+        [HX_J_LOOP] = "LoopContext",
     };
     static const char *const VIEW[] = { "dict_items", "dict_keys", "dict_values" };
 
@@ -342,17 +363,26 @@ bool hx_jval_truthy(hx_jval v)
     switch ((hx_jtype)v.t) {
     case HX_J_ABSENT:
     case HX_J_UNDEF:
-    case HX_J_NONE:  return false;
-    case HX_J_BOOL:  return v.u.b;
-    case HX_J_INT:   return v.u.i != 0;
-    case HX_J_FLOAT: return v.u.d != 0;
-    case HX_J_STR:   return v.u.s->n > 0;
+    case HX_J_NONE:
+        return false;
+    case HX_J_BOOL:
+        return v.u.b;
+    case HX_J_INT:
+        return v.u.i != 0;
+    case HX_J_FLOAT:
+        return v.u.d != 0;
+    case HX_J_STR:
+        return v.u.s->n > 0;
     case HX_J_LIST:
     case HX_J_TUPLE:
-    case HX_J_VIEW:  return v.u.q->n > 0;
-    case HX_J_DICT:  return v.u.m->n > 0;
-    case HX_J_RANGE: return v.u.r->n > 0;
-    default:         return true;
+    case HX_J_VIEW:
+        return v.u.q->n > 0;
+    case HX_J_DICT:
+        return v.u.m->n > 0;
+    case HX_J_RANGE:
+        return v.u.r->n > 0;
+    default:
+        return true;
     }
 }
 
@@ -387,7 +417,7 @@ int hx_jval_hint(hx_jvm *vm, const char *text, hx_jval *out)
 
 int hx_jval_undef_error(hx_jvm *vm, hx_jval v)
 {
-    const char *of = v.of == HX_J_NONE ? "None" : hx_jval_type((hx_jval){ .t = v.of });
+    const char *of = v.of == HX_J_NONE ? "None" : hx_jval_type((hx_jval) { .t = v.of });
     const char *object = v.of == HX_J_NONE ? "" : " object";
     const int n = v.why == HX_J_NO_ITEM ? 0 : (int)HX_MIN(v.u.s->n, 120);
 
@@ -395,8 +425,8 @@ int hx_jval_undef_error(hx_jvm *vm, hx_jval v)
     case HX_J_NO_NAME:
         return hx_jvm_fail(vm, HX_EFORMAT, "'%.*s' is undefined", n, v.u.s->p);
     case HX_J_NO_ATTR:
-        return hx_jvm_fail(vm, HX_EFORMAT, "'%s%s' has no attribute '%.*s'", of, object, n,
-                           v.u.s->p);
+        return hx_jvm_fail(vm, HX_EFORMAT, "'%s%s' has no attribute '%.*s'", of, object,
+                           n, v.u.s->p);
     case HX_J_NO_ITEM:
         return hx_jvm_fail(vm, HX_EFORMAT, "%s%s has no element %lld", of, object,
                            (long long)v.u.i);
@@ -413,9 +443,9 @@ int hx_jval_list(hx_jvm *vm, hx_jtype t, size_t n, hx_jval **items, hx_jval *out
 
     if (v == NULL)
         return HX_ENOMEM;
-    *q = (hx_jseq){ v, n };
+    *q = (hx_jseq) { v, n };
     *items = v;
-    *out = (hx_jval){ .t = (uint8_t)t, .u.q = q };
+    *out = (hx_jval) { .t = (uint8_t)t, .u.q = q };
     return 0;
 }
 
@@ -430,25 +460,36 @@ int hx_jval_len(hx_jvm *vm, hx_jval v, size_t *n)
     int rc;
 
     switch ((hx_jtype)v.t) {
-    case HX_J_UNDEF: *n = 0; return 0;
-    case HX_J_STR:   *n = v.u.s->len; return 0;
+    case HX_J_UNDEF:
+        *n = 0;
+        return 0;
+    case HX_J_STR:
+        *n = v.u.s->len;
+        return 0;
     case HX_J_LIST:
     case HX_J_TUPLE:
-    case HX_J_VIEW:  *n = v.u.q->n; return 0;
-    case HX_J_DICT:  *n = v.u.m->n; return 0;
-    case HX_J_RANGE: *n = v.u.r->n; return 0;
+    case HX_J_VIEW:
+        *n = v.u.q->n;
+        return 0;
+    case HX_J_DICT:
+        *n = v.u.m->n;
+        return 0;
+    case HX_J_RANGE:
+        *n = v.u.r->n;
+        return 0;
     case HX_J_LOOP:
         rc = hx_jloop_len(vm, v.u.loop, &k);
         *n = (size_t)k;
         return rc;
     default:
-        return hx_jvm_fail(vm, HX_EFORMAT, "object of type '%s' has no len()", hx_jval_type(v));
+        return hx_jvm_fail(vm, HX_EFORMAT, "object of type '%s' has no len()",
+                           hx_jval_type(v));
     }
 }
 
 /* ---- dicts ----------------------------------------------------------- */
 
-enum { DICT_LINEAR = 12 };      /* up to here a scan is as fast as a search */
+enum { DICT_LINEAR = 12 }; /* up to here a scan is as fast as a search */
 
 int hx_jdict_new(hx_jvm *vm, size_t cap, hx_jdict **out)
 {
@@ -461,16 +502,19 @@ int hx_jdict_new(hx_jvm *vm, size_t cap, hx_jdict **out)
     return 0;
 }
 
+static bool is_flat(hx_jval k)
+{
+    return k.t != HX_J_LIST && k.t != HX_J_TUPLE && k.t != HX_J_DICT && k.t != HX_J_VIEW;
+}
+
+/* Tuples inside tuples are left out: looking through them may take exponential time. */
 bool hx_jdict_hashable(hx_jval k)
 {
-    if (k.t == HX_J_TUPLE) {
-        for (size_t i = 0; i < k.u.q->n; i++) {
-            if (!hx_jdict_hashable(k.u.q->v[i]))
-                return false;
-        }
-        return true;
-    }
-    return k.t != HX_J_LIST && k.t != HX_J_DICT && k.t != HX_J_VIEW;
+    bool ok = k.t == HX_J_TUPLE || is_flat(k);
+
+    for (size_t i = 0; k.t == HX_J_TUPLE && i < k.u.q->n && ok; i++)
+        ok = is_flat(k.u.q->v[i]);
+    return ok;
 }
 
 /* Makes d->order unless a key is no string. 1: there is an order. */
@@ -573,7 +617,7 @@ int hx_jdict_put(hx_jvm *vm, hx_jdict *d, hx_jval k, hx_jval v)
         d->e = e;
         d->cap = cap;
     }
-    d->e[d->n++] = (hx_jpair){ k, v };
+    d->e[d->n++] = (hx_jpair) { k, v };
     return hx_jvm_work(vm, d->n / 16);
 }
 
@@ -639,7 +683,7 @@ int hx_jval_from_json(hx_jvm *vm, const hx_json *j, hx_jval *out)
                 rc = hx_jval_from_json(vm, v, &d->e[i].v);
         }
         d->n = n;
-        *out = (hx_jval){ .t = HX_J_DICT, .u.m = d };
+        *out = (hx_jval) { .t = HX_J_DICT, .u.m = d };
         vm->depth--;
         return rc;
     }
@@ -650,7 +694,7 @@ int hx_jval_from_json(hx_jvm *vm, const hx_json *j, hx_jval *out)
 
 int hx_jiter_init(hx_jvm *vm, hx_jiter *it, hx_jval v)
 {
-    *it = (hx_jiter){ .src = v };
+    *it = (hx_jiter) { .src = v };
     switch ((hx_jtype)v.t) {
     case HX_J_UNDEF:
     case HX_J_STR:
@@ -664,7 +708,8 @@ int hx_jiter_init(hx_jvm *vm, hx_jiter *it, hx_jval v)
     case HX_J_LOOP:
         return hx_jvm_fail(vm, HX_EUNSUP, "iterating over \"loop\"");
     default:
-        return hx_jvm_fail(vm, HX_EFORMAT, "'%s' object is not iterable", hx_jval_type(v));
+        return hx_jvm_fail(vm, HX_EFORMAT, "'%s' object is not iterable",
+                           hx_jval_type(v));
     }
 }
 
@@ -746,7 +791,7 @@ int hx_jiter_list(hx_jvm *vm, hx_jval v, const hx_jseq **out)
         return rc;
     if ((q = hx_jvm_alloc(vm, 1, sizeof *q)) == NULL)
         return HX_ENOMEM;
-    *q = (hx_jseq){ items, n };
+    *q = (hx_jseq) { items, n };
     *out = q;
     return 0;
 }
@@ -799,7 +844,8 @@ static void put_escape(hx_jbuf *b, const hx_jstr *s, size_t off, const char *tex
 
 static void repr_str(hx_jbuf *b, const hx_jstr *s)
 {
-    const bool single = memchr(s->p, '\'', s->n) != NULL && memchr(s->p, '"', s->n) == NULL;
+    const bool single =
+        memchr(s->p, '\'', s->n) != NULL && memchr(s->p, '"', s->n) == NULL;
     const char quote[2] = { single ? '"' : '\'', 0 };
     char text[16];
     size_t n;
@@ -811,7 +857,10 @@ static void repr_str(hx_jbuf *b, const hx_jstr *s)
         if (cp == (uint32_t)quote[0] || cp == '\\')
             snprintf(text, sizeof text, "\\%c", (int)cp);
         else if (cp == '\n' || cp == '\r' || cp == '\t')
-            snprintf(text, sizeof text, "\\%c", cp == '\n' ? 'n' : cp == '\r' ? 'r' : 't');
+            snprintf(text, sizeof text, "\\%c",
+                     cp == '\n'   ? 'n'
+                     : cp == '\r' ? 'r'
+                                  : 't');
         else if (is_printable(cp))
             text[0] = 0;
         else if (cp < 0x100)
@@ -865,7 +914,8 @@ static int repr_rest(hx_jvm *vm, hx_jbuf *b, hx_jval v)
 
     switch ((hx_jtype)v.t) {
     case HX_J_RANGE:
-        snprintf(text, sizeof text, v.u.r->step == 1 ? "range(%lld, %lld)" : "range(%lld, %lld, %lld)",
+        snprintf(text, sizeof text,
+                 v.u.r->step == 1 ? "range(%lld, %lld)" : "range(%lld, %lld, %lld)",
                  (long long)v.u.r->start, (long long)v.u.r->stop, (long long)v.u.r->step);
         hx_jbuf_lit(b, text);
         return b->rc;
@@ -886,8 +936,8 @@ static int repr_rest(hx_jvm *vm, hx_jbuf *b, hx_jval v)
     case HX_J_LOOP:
         if ((rc = hx_jloop_len(vm, v.u.loop, &n)) != 0)
             return rc;
-        snprintf(text, sizeof text, "<LoopContext %lld/%lld>", (long long)v.u.loop->index0 + 1,
-                 (long long)n);
+        snprintf(text, sizeof text, "<LoopContext %lld/%lld>",
+                 (long long)v.u.loop->index0 + 1, (long long)n);
         hx_jbuf_lit(b, text);
         return b->rc;
     default:
@@ -904,13 +954,25 @@ int hx_jval_repr(hx_jvm *vm, hx_jbuf *b, hx_jval v)
         return rc;
     switch ((hx_jtype)v.t) {
     case HX_J_ABSENT:
-    case HX_J_UNDEF: hx_jbuf_lit(b, "Undefined"); break;
-    case HX_J_NONE:  hx_jbuf_lit(b, "None"); break;
-    case HX_J_BOOL:  hx_jbuf_lit(b, v.u.b ? "True" : "False"); break;
+    case HX_J_UNDEF:
+        hx_jbuf_lit(b, "Undefined");
+        break;
+    case HX_J_NONE:
+        hx_jbuf_lit(b, "None");
+        break;
+    case HX_J_BOOL:
+        hx_jbuf_lit(b, v.u.b ? "True" : "False");
+        break;
     case HX_J_INT:
-    case HX_J_FLOAT: put_number(b, v); break;
-    case HX_J_BIG:   hx_jbuf_put(b, v.u.s); break;
-    case HX_J_STR:   repr_str(b, v.u.s); break;
+    case HX_J_FLOAT:
+        put_number(b, v);
+        break;
+    case HX_J_BIG:
+        hx_jbuf_put(b, v.u.s);
+        break;
+    case HX_J_STR:
+        repr_str(b, v.u.s);
+        break;
     case HX_J_LIST:
         hx_jbuf_lit(b, "[");
         rc = repr_items(vm, b, v.u.q);
@@ -927,8 +989,11 @@ int hx_jval_repr(hx_jvm *vm, hx_jbuf *b, hx_jval v)
         rc = repr_items(vm, b, v.u.q);
         hx_jbuf_lit(b, "])");
         break;
-    case HX_J_DICT: rc = repr_dict(vm, b, v.u.m); break;
-    default:        rc = repr_rest(vm, b, v);
+    case HX_J_DICT:
+        rc = repr_dict(vm, b, v.u.m);
+        break;
+    default:
+        rc = repr_rest(vm, b, v);
     }
     vm->depth--;
     return rc != 0 ? rc : b->rc;
@@ -965,7 +1030,8 @@ static void dump_str(hx_jbuf *b, const hx_jstr *s, bool ascii)
     hx_jbuf_lit(b, "\"");
     for (size_t i = 0; i < s->n && b->rc == 0; i += n) {
         const uint32_t cp = hx_jstr_cp(s, i, &n);
-        const char *known = cp < 0x80 && cp ? memchr(FROM, (int)cp, sizeof FROM - 1) : NULL;
+        const char *known =
+            cp < 0x80 && cp ? memchr(FROM, (int)cp, sizeof FROM - 1) : NULL;
         if (known != NULL)
             snprintf(text, sizeof text, "\\%c", INTO[known - FROM]);
         else if (cp >= 0x10000 && ascii)
@@ -1016,12 +1082,14 @@ static int dump_key(hx_jvm *vm, hx_jbuf *b, const hx_jdump *o, hx_jval k)
         hx_jbuf_lit(b, "\"");
         return b->rc;
     default:
-        return hx_jvm_fail(vm, HX_EFORMAT, "tojson: keys must be str, int, float, bool or None, not %s",
+        return hx_jvm_fail(vm, HX_EFORMAT,
+                           "tojson: keys must be str, int, float, bool or None, not %s",
                            hx_jval_type(k));
     }
 }
 
-static int dump_dict(hx_jvm *vm, hx_jbuf *b, const hx_jdump *o, const hx_jdict *d, size_t level)
+static int dump_dict(hx_jvm *vm, hx_jbuf *b, const hx_jdump *o, const hx_jdict *d,
+                     size_t level)
 {
     uint32_t *order = NULL;
     int rc = 0;
@@ -1052,7 +1120,8 @@ static int dump_dict(hx_jvm *vm, hx_jbuf *b, const hx_jdump *o, const hx_jdict *
     return rc;
 }
 
-static int dump_list(hx_jvm *vm, hx_jbuf *b, const hx_jdump *o, const hx_jseq *q, size_t level)
+static int dump_list(hx_jvm *vm, hx_jbuf *b, const hx_jdump *o, const hx_jseq *q,
+                     size_t level)
 {
     int rc = 0;
 
@@ -1076,17 +1145,32 @@ int hx_jval_dump(hx_jvm *vm, hx_jbuf *b, const hx_jdump *o, hx_jval v, size_t le
     if ((rc = hx_jvm_enter(vm)) != 0)
         return rc;
     switch ((hx_jtype)v.t) {
-    case HX_J_NONE:  hx_jbuf_lit(b, "null"); break;
-    case HX_J_BOOL:  hx_jbuf_lit(b, v.u.b ? "true" : "false"); break;
+    case HX_J_NONE:
+        hx_jbuf_lit(b, "null");
+        break;
+    case HX_J_BOOL:
+        hx_jbuf_lit(b, v.u.b ? "true" : "false");
+        break;
     case HX_J_INT:
-    case HX_J_FLOAT: dump_number(b, v); break;
-    case HX_J_BIG:   hx_jbuf_put(b, v.u.s); break;
-    case HX_J_STR:   dump_str(b, v.u.s, o->ascii); break;
+    case HX_J_FLOAT:
+        dump_number(b, v);
+        break;
+    case HX_J_BIG:
+        hx_jbuf_put(b, v.u.s);
+        break;
+    case HX_J_STR:
+        dump_str(b, v.u.s, o->ascii);
+        break;
     case HX_J_LIST:
-    case HX_J_TUPLE: rc = dump_list(vm, b, o, v.u.q, level); break;
-    case HX_J_DICT:  rc = dump_dict(vm, b, o, v.u.m, level); break;
+    case HX_J_TUPLE:
+        rc = dump_list(vm, b, o, v.u.q, level);
+        break;
+    case HX_J_DICT:
+        rc = dump_dict(vm, b, o, v.u.m, level);
+        break;
     default:
-        rc = hx_jvm_fail(vm, HX_EFORMAT, "tojson: object of type %s is not JSON serializable",
+        rc = hx_jvm_fail(vm, HX_EFORMAT,
+                         "tojson: object of type %s is not JSON serializable",
                          hx_jval_type(v));
     }
     vm->depth--;
@@ -1118,7 +1202,7 @@ static int equal_dicts(hx_jvm *vm, hx_jdict *a, hx_jdict *b, bool *out)
         if (*out && (rc = hx_jval_equal(vm, a->e[i].v, v, out)) != 0)
             return rc;
     }
-    return 0;
+    return hx_jvm_work(vm, 1 + a->n / 8);
 }
 
 static int equal_items(hx_jvm *vm, const hx_jseq *a, const hx_jseq *b, bool *out)
@@ -1128,7 +1212,7 @@ static int equal_items(hx_jvm *vm, const hx_jseq *a, const hx_jseq *b, bool *out
     *out = a->n == b->n;
     for (size_t i = 0; i < a->n && *out && rc == 0; i++)
         rc = hx_jval_equal(vm, a->v[i], b->v[i], out);
-    return rc != 0 ? rc : hx_jvm_work(vm, a->n / 8);
+    return rc != 0 ? rc : hx_jvm_work(vm, 1 + a->n / 8);
 }
 
 int hx_jval_equal(hx_jvm *vm, hx_jval a, hx_jval b, bool *out)
@@ -1155,7 +1239,8 @@ int hx_jval_equal(hx_jvm *vm, hx_jval a, hx_jval b, bool *out)
     case HX_J_LIST:
     case HX_J_TUPLE:
     case HX_J_DICT:
-        if ((rc = hx_jvm_enter(vm)) != 0)
+        *out = a.u.q == b.u.q;
+        if (*out || (rc = hx_jvm_enter(vm)) != 0)
             return rc;
         rc = a.t == HX_J_DICT ? equal_dicts(vm, a.u.m, b.u.m, out)
                               : equal_items(vm, a.u.q, b.u.q, out);
@@ -1166,22 +1251,26 @@ int hx_jval_equal(hx_jvm *vm, hx_jval a, hx_jval b, bool *out)
                (a.u.r->n < 2 || a.u.r->step == b.u.r->step);
         return 0;
     case HX_J_VIEW:
-        return hx_jvm_fail(vm, HX_EUNSUP, "comparing two %s objects", hx_jval_type(a));
     case HX_J_METHOD:
-        return hx_jvm_fail(vm, HX_EUNSUP, "comparing methods");
+        return hx_jvm_fail(vm, HX_EUNSUP, "comparing two values of type %s",
+                           hx_jval_type(a));
     default:
-        *out = a.u.q == b.u.q;      /* identity */
+        *out = a.u.q == b.u.q; /* identity */
         return 0;
     }
 }
 
 static bool order_holds(hx_jop op, int c)
 {
-    return op == HX_OP_LT ? c < 0 : op == HX_OP_LE ? c <= 0 : op == HX_OP_GT ? c > 0 : c >= 0;
+    return op == HX_OP_LT   ? c < 0
+           : op == HX_OP_LE ? c <= 0
+           : op == HX_OP_GT ? c > 0
+                            : c >= 0;
 }
 
 /* Lists: the first pair that differs decides, else the lengths. */
-static int compare_items(hx_jvm *vm, hx_jop op, const hx_jseq *a, const hx_jseq *b, bool *out)
+static int compare_items(hx_jvm *vm, hx_jop op, const hx_jseq *a, const hx_jseq *b,
+                         bool *out)
 {
     int rc;
 
@@ -1199,7 +1288,10 @@ static int compare_items(hx_jvm *vm, hx_jop op, const hx_jseq *a, const hx_jseq 
 int hx_jval_compare(hx_jvm *vm, hx_jop op, hx_jval a, hx_jval b, bool *out)
 {
     static const char *const SIGN[] = {
-        [HX_OP_LT] = "<", [HX_OP_LE] = "<=", [HX_OP_GT] = ">", [HX_OP_GE] = ">=",
+        [HX_OP_LT] = "<",
+        [HX_OP_LE] = "<=",
+        [HX_OP_GT] = ">",
+        [HX_OP_GE] = ">=",
     };
     int rc;
 
@@ -1233,8 +1325,10 @@ int hx_jval_compare(hx_jvm *vm, hx_jop op, hx_jval a, hx_jval b, bool *out)
         vm->depth--;
         return rc;
     }
-    return hx_jvm_fail(vm, HX_EFORMAT, "'%s' not supported between instances of '%s' and '%s'",
-                       SIGN[op], hx_jval_type(a), hx_jval_type(b));
+    /* Views compare as sets. */
+    return hx_jvm_fail(vm, a.t == HX_J_VIEW && b.t == HX_J_VIEW ? HX_EUNSUP : HX_EFORMAT,
+                       "'%s' not supported between instances of '%s' and '%s'", SIGN[op],
+                       hx_jval_type(a), hx_jval_type(b));
 }
 
 int hx_jval_contains(hx_jvm *vm, hx_jval in, hx_jval v, bool *out)
@@ -1289,7 +1383,8 @@ int hx_jval_sort(hx_jvm *vm, const hx_jval *key, size_t n, bool reverse, uint32_
                 bool take_b = b < hi;
                 if (a < mid && b < hi &&
                     (rc = hx_jval_compare(vm, HX_OP_LT, key[reverse ? from[a] : from[b]],
-                                          key[reverse ? from[b] : from[a]], &take_b)) != 0)
+                                          key[reverse ? from[b] : from[a]], &take_b)) !=
+                        0)
                     return rc;
                 to[k] = take_b ? from[b++] : from[a++];
             }

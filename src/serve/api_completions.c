@@ -1,0 +1,522 @@
+/* api_completions.c - POST /v1/completions: raw prompts (text or ids, one or a list) to
+ * the neutral request, answers to JSON or chunks, log-probabilities in the old shape.
+ *
+ * Called by server.c on a worker; shares usage and ends of streams with api_openai.c. */
+#include "serve/serve.h"
+
+#include <stdio.h>
+#include <time.h>
+
+#define N_TOP_MAX   20
+#define PROMPTS_MAX 256
+
+/* The four lists of a logprobs object, without brackets. */
+typedef struct {
+    hx_sb tokens, values, tops, offsets;
+} old_logprobs;
+
+typedef struct {
+    hx_sb text;      /* unstreamed */
+    old_logprobs lp; /* not yet handed out */
+    hx_stop stop;
+} choice;
+
+typedef struct {
+    hx_call *c;
+    hx_generate req;
+    hx_prompt *prompt; /* [req.n_prompt] */
+    hx_str *text;      /* [req.n_prompt] as given, or decoded where it is echoed */
+    bool no_answer;    /* max_tokens 0: the prompt is all there is */
+    hx_sb head;        /* of every chunk, up to the index of its choice */
+    choice *choice;    /* [n_choice] */
+    int32_t n_choice;
+    hx_openai_sum sum;
+} completion;
+
+/* ---- prompts ------------------------------------------------------------ */
+
+static int no_memory(hx_call *c, const char *param)
+{
+    return hx_server_problem(c, 413, param, "request_too_large",
+                             "%s: too large for the memory "
+                             "of a request",
+                             param);
+}
+
+/* Byte-level tokens have at least one byte each; past the context the count alone is
+ * needed. */
+static int prompt_of_text(completion *t, const char *param, hx_str text, hx_prompt *out)
+{
+    hx_call *c = t->c;
+    const int64_t cap = HX_MIN((int64_t)text.n, c->info->ctx_tokens);
+    int32_t *id = hx_arena_alloc(&c->arena, (size_t)HX_MAX(cap, 1) * sizeof *id);
+
+    if (id == NULL)
+        return no_memory(c, param);
+    out->id = id;
+    out->n = hx_tokenize(c->engine, text, true, id, cap);
+    if (out->n < 0)
+        return hx_server_problem(c, 400, param, "invalid_value", "%s: %s", param,
+                                 hx_strerror((int)out->n));
+    return 0;
+}
+
+static int decode(completion *t, const char *param, const hx_prompt *p, hx_str *out)
+{
+    const int64_t n = hx_detokenize(t->c->engine, p->id, p->n, NULL, 0);
+    char *text = n >= 0 ? hx_arena_alloc(&t->c->arena, (size_t)n + 1) : NULL;
+
+    if (text == NULL)
+        return no_memory(t->c, param);
+    hx_detokenize(t->c->engine, p->id, p->n, text, n);
+    *out = (hx_str) { text, (size_t)n };
+    return 0;
+}
+
+static int read_prompt(completion *t, const char *param, const hx_json *j, int32_t i)
+{
+    hx_prompt *p = &t->prompt[i];
+    int rc;
+
+    if (hx_json_kind(j) == HX_JSON_STRING) {
+        t->text[i] = hx_json_str(j);
+        rc = prompt_of_text(t, param, t->text[i], p);
+    } else if ((rc = hx_params_ids(t->c, j, param, &p->id, &p->n)) == 0 && t->req.echo) {
+        rc = decode(t, param, p, &t->text[i]);
+    }
+    if (rc == 0 && p->n == 0)
+        return hx_server_problem(t->c, 400, param, "invalid_value",
+                                 "%s: empty; at least one token is needed", param);
+    return rc;
+}
+
+static int read_prompts(completion *t)
+{
+    hx_call *c = t->c;
+    const hx_json *j = hx_params_get(c->body, "prompt"), *first = hx_json_at(j, 0);
+    const bool list =
+        hx_json_kind(j) == HX_JSON_ARRAY &&
+        (hx_json_kind(first) == HX_JSON_STRING || hx_json_kind(first) == HX_JSON_ARRAY);
+    const size_t n = list ? hx_json_len(j) : 1;
+    char param[40] = "prompt";
+    int rc;
+
+    if (j == NULL)
+        return hx_server_problem(c, 400, param, "missing_required_parameter",
+                                 "prompt: missing");
+    if (hx_json_kind(j) != HX_JSON_STRING && hx_json_kind(j) != HX_JSON_ARRAY)
+        return hx_server_problem(
+            c, 400, param, "invalid_type",
+            "prompt: found %s, expected a string, a list of strings, a list "
+            "of token ids or a list of such lists",
+            hx_json_kind_name(j));
+    if (n > PROMPTS_MAX)
+        return hx_server_problem(c, 400, param, "invalid_value",
+                                 "prompt: %zu prompts, at most %d", n, PROMPTS_MAX);
+    t->prompt = hx_arena_alloc(&c->arena, n * sizeof *t->prompt);
+    t->text = hx_arena_alloc(&c->arena, n * sizeof *t->text);
+    if (t->prompt == NULL || t->text == NULL)
+        return no_memory(c, param);
+    for (size_t i = 0; i < n; i++) {
+        if (list)
+            snprintf(param, sizeof param, "prompt[%zu]", i);
+        if ((rc = read_prompt(t, param, list ? hx_json_at(j, i) : j, (int32_t)i)) != 0)
+            return rc;
+    }
+    t->req.prompt = t->prompt;
+    t->req.n_prompt = (int32_t)n;
+    return 0;
+}
+
+/* ---- log-probabilities -------------------------------------------------- */
+
+/* A token as a JSON string. Part of a character is spelled bytes:\xe2\x80, as OpenAI did.
+ */
+static void put_token(const completion *t, hx_sb *b, int32_t id)
+{
+    const hx_str s = hx_token_bytes(t->c->engine, id, NULL);
+
+    if (hx_utf8_ok(s.p, s.n)) {
+        hx_json_put_str(b, s);
+        return;
+    }
+    hx_sb_str(b, "\"bytes:");
+    for (size_t i = 0; i < s.n; i++)
+        hx_sb_printf(b, "\\\\x%02x", (unsigned char)s.p[i]);
+    hx_sb_char(b, '"');
+}
+
+/* JSON has no -Infinity. */
+static void put_value(hx_sb *b, float v)
+{
+    hx_sb_printf(b, "%.6g", (double)HX_MAX(v, -9999.0f));
+}
+
+/* The chosen token comes last where it is not among the most likely. */
+static void put_top(const completion *t, hx_sb *b, const hx_choice *top, hx_choice chosen)
+{
+    bool among = false;
+
+    hx_sb_char(b, '{');
+    for (int32_t i = 0; i < t->req.sampling.n_top || !among; i++) {
+        const hx_choice c = i < t->req.sampling.n_top ? top[i] : chosen;
+
+        if (i > 0)
+            hx_sb_char(b, ',');
+        put_token(t, b, c.token);
+        hx_sb_char(b, ':');
+        put_value(b, c.logprob);
+        among = among || c.token == chosen.token;
+    }
+    hx_sb_char(b, '}');
+}
+
+/* logprob NULL: the first token of a prompt has none. */
+static void add_logprob(const completion *t, old_logprobs *lp, int32_t id,
+                        const float *logprob, const hx_choice *top, int64_t offset)
+{
+    const char *comma = lp->tokens.n > 0 ? "," : "";
+
+    hx_sb_str(&lp->tokens, comma);
+    put_token(t, &lp->tokens, id);
+    hx_sb_str(&lp->values, comma);
+    if (logprob != NULL)
+        put_value(&lp->values, *logprob);
+    else
+        hx_sb_str(&lp->values, "null");
+    hx_sb_str(&lp->tops, comma);
+    if (logprob != NULL && top != NULL)
+        put_top(t, &lp->tops, top, (hx_choice) { id, *logprob });
+    else
+        hx_sb_str(&lp->tops, "null");
+    hx_sb_printf(&lp->offsets, "%s%lld", comma, (long long)offset);
+}
+
+/* Writes and empties. */
+static void put_logprobs(const completion *t, hx_sb *b, old_logprobs *lp)
+{
+    const struct {
+        const char *name;
+        hx_sb *list;
+    } part[] = {
+        { "\"tokens\":[", &lp->tokens },
+        { "],\"token_logprobs\":[", &lp->values },
+        { "],\"top_logprobs\":[", &lp->tops },
+        { "],\"text_offset\":[", &lp->offsets },
+    };
+
+    if (!t->req.sampling.want_logprobs) {
+        hx_sb_str(b, "\"logprobs\":null");
+        return;
+    }
+    hx_sb_str(b, "\"logprobs\":{");
+    for (size_t i = 0; i < HX_LEN(part); i++) {
+        hx_sb_str(b, part[i].name);
+        hx_sb_add(b, part[i].list->p, part[i].list->n);
+        b->bad = b->bad || part[i].list->bad;
+        part[i].list->n = 0;
+    }
+    hx_sb_str(b, "]}");
+}
+
+static int64_t count_chars(hx_str s)
+{
+    int64_t n = 0;
+
+    for (size_t i = 0; i < s.n; i++)
+        n += (s.p[i] & 0xc0) != 0x80;
+    return n;
+}
+
+/* The log-probabilities of an echoed prompt, into every choice of it. */
+static int score_prompt(completion *t, int32_t i)
+{
+    hx_call *c = t->c;
+    const hx_prompt *p = &t->prompt[i];
+    const int32_t n_top = t->req.sampling.n_top;
+    float *logprob = hx_arena_alloc(&c->arena, (size_t)p->n * sizeof *logprob);
+    hx_choice *top =
+        hx_arena_alloc(&c->arena, (size_t)p->n * (size_t)HX_MAX(n_top, 1) * sizeof *top);
+    const hx_score_args a = { .tokens = p->id,
+                              .n_tokens = p->n,
+                              .logprob = logprob,
+                              .top = n_top > 0 ? top : NULL,
+                              .n_top = n_top };
+    hx_err err = { 0 };
+    int rc;
+
+    if (logprob == NULL || top == NULL)
+        return no_memory(c, "prompt");
+    if ((rc = hx_score(c->engine, &a, &err)) != 0)
+        return hx_server_problem_err(c, rc, "prompt", &err);
+    for (int32_t k = i * t->req.n; k < (i + 1) * t->req.n; k++) {
+        hx_utf8_stream utf8 = { 0 };
+        hx_sb text = { 0 };
+        int64_t offset = 0;
+
+        for (int64_t j = 0; j < p->n; j++) {
+            const float *v = j > 0 ? &logprob[j - 1] : NULL;
+
+            add_logprob(t, &t->choice[k].lp, p->id[j], v,
+                        n_top > 0 && j > 0 ? &top[(j - 1) * n_top] : NULL, offset);
+            text.n = 0;
+            hx_utf8_feed(&utf8, hx_token_bytes(c->engine, p->id[j], NULL), &text);
+            offset += count_chars((hx_str) { text.p, text.n });
+        }
+        hx_sb_free(&text);
+    }
+    return 0;
+}
+
+static int score_prompts(completion *t)
+{
+    int rc = 0;
+
+    for (int32_t i = 0; rc == 0 && i < t->req.n_prompt; i++)
+        rc = score_prompt(t, i);
+    return rc;
+}
+
+/* ---- answers ------------------------------------------------------------ */
+
+static const char *finish_reason(hx_stop stop)
+{
+    return stop == HX_STOP_LENGTH ? "length" : "stop";
+}
+
+static void put_chunk(completion *t, int32_t index, hx_str text, const char *finish,
+                      hx_sb *out)
+{
+    hx_sb_add(out, t->head.p, t->head.n);
+    hx_sb_printf(out, "%d,\"text\":", index);
+    hx_json_put_str(out, text);
+    hx_sb_char(out, ',');
+    put_logprobs(t, out, &t->choice[index].lp);
+    if (finish != NULL)
+        hx_sb_printf(out, ",\"finish_reason\":\"%s\"}]", finish);
+    else
+        hx_sb_str(out, ",\"finish_reason\":null}]");
+    if (t->req.usage)
+        hx_sb_str(out, ",\"usage\":null");
+    if (finish != NULL && !t->req.usage) {
+        hx_sb_char(out, ',');
+        hx_openai_write_timings(out, &t->sum);
+    }
+    hx_sb_str(out, "}\n\n");
+}
+
+static void put_text(completion *t, int32_t index, hx_str text, hx_sb *out)
+{
+    if (t->req.stream)
+        put_chunk(t, index, text, NULL, out);
+    else
+        hx_sb_add(&t->choice[index].text, text.p, text.n);
+}
+
+static void on_event(void *ud, const hx_gen_event *ev, hx_sb *out)
+{
+    completion *t = ud;
+    choice *k = &t->choice[ev->index];
+    const int32_t prompt = ev->index / t->req.n;
+
+    switch (ev->kind) {
+    case HX_GEN_TOKEN:
+        add_logprob(t, &k->lp, ev->token, &ev->logprob, ev->top,
+                    ev->offset + (t->req.echo ? count_chars(t->text[prompt]) : 0));
+        break;
+    case HX_GEN_TEXT:
+        put_text(t, ev->index, ev->text, out);
+        break;
+    case HX_GEN_REPLY:
+        break;
+    case HX_GEN_END:
+        k->stop = ev->stop;
+        hx_openai_add(&t->sum, ev, ev->index % t->req.n == 0);
+        if (t->req.stream)
+            put_chunk(t, ev->index, HX_STR(""), finish_reason(ev->stop), out);
+        break;
+    }
+    out->bad = out->bad || k->lp.tops.bad || k->text.bad;
+}
+
+static void put_choice(completion *t, int32_t i, hx_sb *b)
+{
+    choice *k = &t->choice[i];
+
+    hx_sb_printf(b, i > 0 ? ",{\"index\":%d,\"text\":" : "{\"index\":%d,\"text\":", i);
+    hx_json_put_str(b, (hx_str) { k->text.p, k->text.n });
+    hx_sb_char(b, ',');
+    put_logprobs(t, b, &k->lp);
+    hx_sb_printf(b, ",\"finish_reason\":\"%s\"}", finish_reason(k->stop));
+    b->bad = b->bad || k->text.bad;
+}
+
+/* What answers and chunks begin with, up to the list of choices. */
+static void put_head(completion *t, hx_sb *b)
+{
+    char id[40];
+
+    hx_server_new_id(t->c->server, "cmpl-", id);
+    hx_sb_printf(
+        b,
+        "{\"id\":\"%s\",\"object\":\"text_completion\",\"created\":%lld,\"model\":", id,
+        (long long)time(NULL));
+    hx_json_put_str(b, t->req.model);
+    hx_sb_str(b, ",\"system_fingerprint\":\"" HX_FINGERPRINT "\",\"choices\":[");
+}
+
+static void reply_whole(completion *t)
+{
+    hx_sb b = { 0 };
+
+    put_head(t, &b);
+    for (int32_t i = 0; i < t->n_choice; i++)
+        put_choice(t, i, &b);
+    hx_sb_str(&b, "],");
+    hx_openai_write_usage(&b, &t->sum);
+    hx_sb_char(&b, ',');
+    hx_openai_write_timings(&b, &t->sum);
+    hx_sb_char(&b, '}');
+    hx_server_reply_json(t->c, &b);
+    hx_sb_free(&b);
+}
+
+static void begin(completion *t)
+{
+    hx_sb out = { 0 };
+
+    if (t->req.stream) {
+        hx_sb_str(&t->head, "data: ");
+        put_head(t, &t->head);
+        hx_sb_str(&t->head, "{\"index\":");
+        t->c->status = 200;
+        hx_http_begin_events(t->c->x);
+    }
+    for (int32_t i = 0; t->req.echo && i < t->n_choice; i++)
+        put_text(t, i, t->text[i / t->req.n], &out);
+    if (t->req.stream)
+        hx_http_send(t->c->x, (hx_str) { out.p, out.n });
+    hx_sb_free(&out);
+}
+
+/* max_tokens 0: every answer ends before it begins. */
+static void end_all(completion *t, hx_sb *out)
+{
+    const int64_t now = hx_now_us();
+
+    for (int32_t i = 0; i < t->n_choice; i++)
+        on_event(t,
+                 &(hx_gen_event) { .kind = HX_GEN_END,
+                                   .index = i,
+                                   .stop = HX_STOP_LENGTH,
+                                   .n_prompt = t->prompt[i / t->req.n].n,
+                                   .times = { now, now, now, now } },
+                 out);
+}
+
+static void put_usage_chunk(completion *t, hx_sb *out)
+{
+    static const char open[] = "{\"index\":";
+
+    hx_sb_add(out, t->head.p, t->head.n - (sizeof open - 1));
+    hx_sb_str(out, "],");
+    hx_openai_write_usage(out, &t->sum);
+    hx_sb_char(out, ',');
+    hx_openai_write_timings(out, &t->sum);
+    hx_sb_str(out, "}\n\n");
+}
+
+static int run(completion *t, hx_gen *gen)
+{
+    hx_sb last = { 0 };
+    int rc = 0;
+
+    begin(t);
+    if (gen == NULL)
+        end_all(t, &last);
+    else
+        rc = hx_gen_run(gen, t->req.stream, on_event, t);
+    if (t->req.stream) {
+        if (rc == 0 && t->req.usage)
+            put_usage_chunk(t, &last);
+        if (rc == HX_ECANCEL)
+            t->c->status = 499;
+        hx_openai_end_stream(t->c, rc, &last);
+        rc = 0;
+    } else if (rc == 0) {
+        reply_whole(t);
+    } else if (rc == HX_ECANCEL && t->c->problem.status == 0) {
+        rc = hx_openai_end_gone(t->c);
+    }
+    hx_sb_free(&last);
+    return rc;
+}
+
+/* ---- one request -------------------------------------------------------- */
+
+static int read_fields(completion *t)
+{
+    hx_call *c = t->c;
+    hx_request *r = &t->req.sampling;
+    int64_t n_top = -1, best_of = 0;
+    int rc;
+
+    if ((rc = hx_params_sampling(c, &t->req)) != 0 ||
+        (rc = hx_params_bool(c, c->body, "echo", &t->req.echo)) != 0 ||
+        (rc = hx_params_int(c, c->body, "logprobs", 0, N_TOP_MAX, &n_top)) != 0 ||
+        (rc = hx_params_int(c, c->body, "best_of", 1, 16, &best_of)) != 0)
+        return rc;
+    if (hx_params_get(c->body, "suffix") != NULL)
+        return hx_server_problem(c, 400, "suffix", "unsupported_value",
+                                 "suffix: filling in the middle is not supported yet");
+    if (best_of != 0 && best_of != t->req.n)
+        return hx_server_problem(c, 400, "best_of", "unsupported_value",
+                                 "best_of: %lld, expected n (%d)", (long long)best_of,
+                                 t->req.n);
+    r->want_logprobs = n_top >= 0;
+    r->n_top = (int32_t)HX_MAX(n_top, 0);
+    t->no_answer =
+        r->max_new == 0 && (hx_params_get(c->body, "max_tokens") != NULL ||
+                            hx_params_get(c->body, "max_completion_tokens") != NULL);
+    if (t->no_answer && !t->req.echo)
+        return hx_server_problem(c, 400, "max_tokens", "invalid_value",
+                                 "max_tokens: 0 needs echo; expected at least 1");
+    return read_prompts(t);
+}
+
+static void free_all(completion *t)
+{
+    for (int32_t i = 0; t->choice != NULL && i < t->n_choice; i++) {
+        choice *k = &t->choice[i];
+
+        hx_sb_free(&k->text);
+        hx_sb_free(&k->lp.tokens);
+        hx_sb_free(&k->lp.values);
+        hx_sb_free(&k->lp.tops);
+        hx_sb_free(&k->lp.offsets);
+    }
+    hx_sb_free(&t->head);
+}
+
+int hx_completions(hx_call *c)
+{
+    completion t = { .c = c };
+    hx_gen *gen = NULL;
+    int rc;
+
+    if ((rc = read_fields(&t)) != 0 || (rc = hx_gen_check(c, &t.req)) != 0)
+        return rc;
+    t.n_choice = t.req.n_prompt * t.req.n;
+    if ((t.choice = hx_arena_alloc(&c->arena, (size_t)t.n_choice * sizeof *t.choice)) ==
+        NULL)
+        return no_memory(c, "prompt");
+    if (t.req.echo && t.req.sampling.want_logprobs)
+        rc = score_prompts(&t);
+    if (rc == 0 && !t.no_answer)
+        rc = hx_gen_open(&gen, c, &t.req);
+    if (rc == 0)
+        rc = run(&t, gen);
+    hx_gen_close(gen);
+    free_all(&t);
+    return rc;
+}

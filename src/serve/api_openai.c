@@ -1,0 +1,836 @@
+/* api_openai.c - POST /v1/chat/completions: a chat request to the neutral one, its
+ * answers to JSON or to chunks of an event stream. Also what both OpenAI dialects write
+ * the same way.
+ *
+ * Called by server.c on a worker. Tokens' JSON is written by hand: one chunk per token
+ * must cost microseconds. Never touches sockets but through hx_http_*. */
+#include "serve/serve.h"
+
+#include <stdio.h>
+#include <time.h>
+
+#define N_TOP_MAX 20
+
+static bool is_kind(const hx_json *j, hx_json_type k)
+{
+    return hx_json_kind(j) == k;
+}
+
+/* ---- messages to template variables ------------------------------------- */
+
+typedef struct {
+    hx_call *c;
+    hx_sb *b;
+    size_t i; /* of the message */
+} message;
+
+static int bad_message(const message *m, const char *rest, const char *why)
+{
+    char param[96];
+
+    snprintf(param, sizeof param, "messages[%zu]%s", m->i, rest);
+    return hx_server_problem(m->c, 400, param, "invalid_value", "%s: %s", param, why);
+}
+
+static void put_member(hx_sb *b, const char *name, hx_str text)
+{
+    hx_sb_printf(b, ",\"%s\":", name);
+    hx_json_put_str(b, text);
+}
+
+/* Results a tool may give that only the template understands. */
+static bool is_tool_part(const hx_json *part)
+{
+    return hx_json_has(part, "output") ||
+           hx_str_is(hx_json_str(hx_json_get(part, "type")), "tool_reference");
+}
+
+/* One text part is appended to text. */
+static int put_part(const message *m, size_t j, const hx_json *part, hx_sb *text)
+{
+    const hx_str type = hx_json_str(hx_json_get(part, "type"));
+    const hx_json *value =
+        is_kind(part, HX_JSON_STRING) ? part : hx_json_get(part, "text");
+    char at[48];
+
+    snprintf(at, sizeof at, ".content[%zu]", j);
+    if (!is_kind(part, HX_JSON_STRING) && !hx_str_is(type, "text")) {
+        char why[128];
+
+        if (type.p == NULL)
+            return bad_message(m, at, "expected {\"type\":\"text\",\"text\":…}");
+        snprintf(why, sizeof why,
+                 "parts of type %.40s are not supported yet; only text is", type.p);
+        return bad_message(m, at, why);
+    }
+    if (!is_kind(value, HX_JSON_STRING))
+        return bad_message(m, at, "text: expected a string");
+    hx_sb_add(text, hx_json_str(value).p, hx_json_str(value).n);
+    return 0;
+}
+
+/* Text parts become one string: every template takes that. Null becomes "": older
+ * templates print None. */
+static int put_content(const message *m, const hx_json *content, bool tool)
+{
+    hx_sb text = { 0 };
+    int rc = 0;
+
+    if (tool && is_kind(content, HX_JSON_ARRAY) && hx_json_len(content) > 0 &&
+        is_tool_part(hx_json_at(content, 0))) {
+        hx_sb_str(m->b, ",\"content\":");
+        hx_json_write(m->b, content);
+        return 0;
+    }
+    if (is_kind(content, HX_JSON_STRING) || is_kind(content, HX_JSON_NULL)) {
+        put_member(m->b, "content", hx_json_str(content));
+        return 0;
+    }
+    if (!is_kind(content, HX_JSON_ARRAY))
+        return bad_message(m, ".content", "expected a string or a list of parts");
+    for (size_t j = 0; rc == 0 && j < hx_json_len(content); j++)
+        rc = put_part(m, j, hx_json_at(content, j), &text);
+    if (rc == 0)
+        put_member(m->b, "content", (hx_str) { text.p, text.n });
+    m->b->bad = m->b->bad || text.bad;
+    hx_sb_free(&text);
+    return rc;
+}
+
+/* Clients send arguments as the string they got; the template needs the object. */
+static int put_arguments(const message *m, const char *at, const hx_json *args)
+{
+    const hx_str text = hx_json_str(args);
+    hx_json *parsed = NULL;
+
+    if (args == NULL || is_kind(args, HX_JSON_NULL) ||
+        (is_kind(args, HX_JSON_STRING) && text.n == 0)) {
+        hx_sb_str(m->b, "{}");
+        return 0;
+    }
+    if (is_kind(args, HX_JSON_OBJECT)) {
+        hx_json_write(m->b, args);
+        return 0;
+    }
+    if (!is_kind(args, HX_JSON_STRING) || hx_json_parse(&parsed, text, 64, NULL) != 0 ||
+        !is_kind(parsed, HX_JSON_OBJECT)) {
+        hx_json_free(parsed);
+        return bad_message(
+            m, at, "arguments: expected a JSON object, or a string that holds one");
+    }
+    hx_json_write(m->b, parsed);
+    hx_json_free(parsed);
+    return 0;
+}
+
+static int put_calls(const message *m, const hx_json *calls)
+{
+    int rc;
+
+    if (!is_kind(calls, HX_JSON_ARRAY))
+        return bad_message(m, ".tool_calls", "expected a list");
+    hx_sb_str(m->b, ",\"tool_calls\":[");
+    for (size_t j = 0; j < hx_json_len(calls); j++) {
+        const hx_json *call = hx_json_at(calls, j), *f = hx_json_get(call, "function");
+        const hx_json *name = hx_json_get(f, "name"), *id = hx_json_get(call, "id");
+        char at[64];
+
+        snprintf(at, sizeof at, ".tool_calls[%zu].function", j);
+        if (!is_kind(name, HX_JSON_STRING))
+            return bad_message(m, at, "name: expected a string");
+        hx_sb_str(m->b, j > 0 ? ",{\"type\":\"function\"" : "{\"type\":\"function\"");
+        if (is_kind(id, HX_JSON_STRING))
+            put_member(m->b, "id", hx_json_str(id));
+        hx_sb_str(m->b, ",\"function\":{\"name\":");
+        hx_json_put_str(m->b, hx_json_str(name));
+        hx_sb_str(m->b, ",\"arguments\":");
+        if ((rc = put_arguments(m, at, hx_json_get(f, "arguments"))) != 0)
+            return rc;
+        hx_sb_str(m->b, "}}");
+    }
+    hx_sb_char(m->b, ']');
+    return 0;
+}
+
+static int put_assistant(const message *m, const hx_json *j)
+{
+    const hx_json *reasoning = hx_params_get(j, "reasoning_content");
+    const hx_json *calls = hx_params_get(j, "tool_calls");
+
+    if (reasoning == NULL)
+        reasoning = hx_params_get(j, "reasoning");
+    if (reasoning != NULL && !is_kind(reasoning, HX_JSON_STRING))
+        return bad_message(m, ".reasoning_content", "expected a string");
+    if (reasoning != NULL)
+        put_member(m->b, "reasoning_content", hx_json_str(reasoning));
+    return calls != NULL && hx_json_len(calls) > 0 ? put_calls(m, calls) : 0;
+}
+
+static int put_message(const message *m, const hx_json *j)
+{
+    static const struct {
+        const char *from, *to;
+    } roles[] = {
+        { "system", "system" },       { "developer", "system" }, { "user", "user" },
+        { "assistant", "assistant" }, { "tool", "tool" },
+    };
+    const hx_str role = hx_json_str(hx_json_get(j, "role"));
+    const hx_str id = hx_json_str(hx_json_get(j, "tool_call_id"));
+    const hx_str name = hx_json_str(hx_json_get(j, "name"));
+    size_t r = 0;
+    int rc;
+
+    if (!is_kind(j, HX_JSON_OBJECT))
+        return bad_message(m, "", "expected an object");
+    while (r < HX_LEN(roles) && !hx_str_is(role, roles[r].from))
+        r++;
+    if (r == HX_LEN(roles))
+        return bad_message(m, ".role",
+                           "expected system, developer, user, assistant or tool");
+    hx_sb_printf(m->b, m->i > 0 ? ",{\"role\":\"%s\"" : "{\"role\":\"%s\"", roles[r].to);
+    if ((rc = put_content(m, hx_json_get(j, "content"), hx_str_is(role, "tool"))) != 0)
+        return rc;
+    if (id.p != NULL)
+        put_member(m->b, "tool_call_id", id);
+    if (name.p != NULL)
+        put_member(m->b, "name", name);
+    if (hx_str_is(role, "assistant") && (rc = put_assistant(m, j)) != 0)
+        return rc;
+    hx_sb_char(m->b, '}');
+    return 0;
+}
+
+static int put_messages(hx_call *c, hx_sb *b)
+{
+    const hx_json *list = hx_params_get(c->body, "messages");
+    message m = { c, b, 0 };
+    int rc;
+
+    if (!is_kind(list, HX_JSON_ARRAY) || hx_json_len(list) == 0)
+        return hx_server_problem(
+            c, 400, "messages",
+            list == NULL ? "missing_required_parameter" : "invalid_type",
+            "messages: found %s, expected a list of at least one message",
+            list == NULL ? "nothing" : hx_json_kind_name(list));
+    hx_sb_str(b, "\"messages\":[");
+    for (; m.i < hx_json_len(list); m.i++)
+        if ((rc = put_message(&m, hx_json_at(list, m.i))) != 0)
+            return rc;
+    hx_sb_char(b, ']');
+    return 0;
+}
+
+/* ---- tools and switches ------------------------------------------------- */
+
+/* Writes the functions; other types of tools are left out. */
+static int put_tools(hx_call *c, const hx_json *tools, hx_sb *b, size_t *n)
+{
+    *n = 0;
+    for (size_t i = 0; i < hx_json_len(tools); i++) {
+        const hx_json *t = hx_json_at(tools, i), *f = hx_json_get(t, "function");
+        const hx_json *type = hx_params_get(t, "type");
+        char param[64];
+
+        if (type != NULL && !hx_str_is(hx_json_str(type), "function"))
+            continue;
+        snprintf(param, sizeof param, "tools[%zu].function", i);
+        if (!is_kind(hx_json_get(f, "name"), HX_JSON_STRING))
+            return hx_server_problem(c, 400, param, "invalid_value",
+                                     "%s: expected an object with a name", param);
+        hx_sb_str(b, (*n)++ > 0 ? "," : ",\"tools\":[");
+        hx_json_write(b, t);
+    }
+    if (*n > 0)
+        hx_sb_char(b, ']');
+    return 0;
+}
+
+static int read_tools(hx_call *c, hx_generate *g, hx_sb *b)
+{
+    const hx_json *tools = hx_params_get(c->body, "tools");
+    const hx_json *choice = hx_params_get(c->body, "tool_choice");
+    const hx_str how = hx_json_str(choice);
+    bool parallel;
+    size_t n;
+    int rc;
+
+    if (tools != NULL && !is_kind(tools, HX_JSON_ARRAY))
+        return hx_server_problem(c, 400, "tools", "invalid_type",
+                                 "tools: found %s, expected a list",
+                                 hx_json_kind_name(tools));
+    if (is_kind(choice, HX_JSON_OBJECT) || hx_str_is(how, "required"))
+        return hx_server_problem(
+            c, 400, "tool_choice", "unsupported_value",
+            "tool_choice: forcing a call is not supported yet; use \"auto\" "
+            "or \"none\"");
+    if (choice != NULL && !hx_str_is(how, "auto") && !hx_str_is(how, "none"))
+        return hx_server_problem(c, 400, "tool_choice", "invalid_value",
+                                 "tool_choice: expected \"auto\" or \"none\"");
+    if ((rc = hx_params_bool(c, c->body, "parallel_tool_calls", &parallel)) != 0)
+        return rc;
+    if (tools == NULL || hx_str_is(how, "none"))
+        return 0;
+    if ((rc = put_tools(c, tools, b, &n)) == 0 && n > 0)
+        g->tools = tools;
+    return rc;
+}
+
+/* Names of other APIs map to the three that templates know. */
+static int put_effort(hx_call *c, hx_generate *g, hx_sb *b)
+{
+    static const struct {
+        const char *from, *to;
+    } efforts[] = {
+        { "none", "low" },  { "minimal", "low" }, { "low", "low" }, { "medium", "high" },
+        { "high", "high" }, { "xhigh", "max" },   { "max", "max" },
+    };
+    const hx_str thinking =
+        hx_json_str(hx_params_get(hx_params_get(c->body, "thinking"), "type"));
+    hx_str effort = { 0 };
+    size_t i = 0;
+    int rc;
+
+    g->no_thinking = hx_str_is(thinking, "disabled");
+    if ((rc = hx_params_str(c, c->body, "reasoning_effort", &effort)) != 0 ||
+        effort.p == NULL)
+        return rc;
+    while (i < HX_LEN(efforts) && !hx_str_is(effort, efforts[i].from))
+        i++;
+    if (i == HX_LEN(efforts))
+        return hx_server_problem(
+            c, 400, "reasoning_effort", "invalid_value",
+            "reasoning_effort: expected none, minimal, low, medium, high, "
+            "xhigh or max");
+    g->no_thinking = g->no_thinking || hx_str_is(effort, "none");
+    put_member(b, "reasoning_effort", hx_str_c(efforts[i].to));
+    return 0;
+}
+
+/* chat_template_kwargs go to the template as they are, but for what the request itself
+ * says. */
+static int put_kwargs(hx_call *c, hx_generate *g, hx_sb *b)
+{
+    const hx_json *kwargs = hx_params_get(c->body, "chat_template_kwargs");
+    bool thinking = true;
+    int rc;
+
+    if (kwargs == NULL)
+        return 0;
+    if (!is_kind(kwargs, HX_JSON_OBJECT))
+        return hx_server_problem(c, 400, "chat_template_kwargs", "invalid_type",
+                                 "chat_template_kwargs: found %s, expected an object",
+                                 hx_json_kind_name(kwargs));
+    if ((rc = hx_params_bool(c, kwargs, "enable_thinking", &thinking)) != 0)
+        return rc;
+    g->no_thinking = g->no_thinking || !thinking;
+    for (size_t i = 0; i < hx_json_len(kwargs); i++) {
+        hx_str key;
+        const hx_json *value = hx_json_member(kwargs, i, &key);
+
+        if (hx_str_is(key, "messages") || hx_str_is(key, "tools") ||
+            hx_str_is(key, "add_generation_prompt"))
+            continue;
+        hx_sb_char(b, ',');
+        hx_json_put_str(b, key);
+        hx_sb_char(b, ':');
+        hx_json_write(b, value);
+    }
+    return 0;
+}
+
+static int put_vars(hx_call *c, hx_generate *g, hx_sb *b)
+{
+    bool add = true, go_on = false;
+    int rc;
+
+    if ((rc = hx_params_bool(c, c->body, "add_generation_prompt", &add)) != 0 ||
+        (rc = hx_params_bool(c, c->body, "continue_final_message", &go_on)) != 0)
+        return rc;
+    if (go_on)
+        return hx_server_problem(c, 400, "continue_final_message", "unsupported_value",
+                                 "continue_final_message: not supported");
+    hx_sb_char(b, '{');
+    if ((rc = put_messages(c, b)) != 0 || (rc = read_tools(c, g, b)) != 0 ||
+        (rc = put_effort(c, g, b)) != 0 || (rc = put_kwargs(c, g, b)) != 0)
+        return rc;
+    hx_sb_printf(b, ",\"add_generation_prompt\":%s}", add ? "true" : "false");
+    return 0;
+}
+
+int hx_openai_vars(hx_call *c, hx_generate *g)
+{
+    hx_sb b = { 0 };
+    int rc = put_vars(c, g, &b);
+
+    if (rc == 0) {
+        g->vars = (hx_str) { b.bad ? NULL : hx_arena_dup(&c->arena, b.p, b.n), b.n };
+        if (g->vars.p == NULL)
+            rc = hx_server_problem(c, 413, "messages", "request_too_large",
+                                   "messages: %zu bytes are too many", b.n);
+    }
+    hx_sb_free(&b);
+    return rc;
+}
+
+/* ---- usage, timings ----------------------------------------------------- */
+
+/* A prompt counts once, however many answers it has. */
+void hx_openai_add(hx_openai_sum *s, const hx_gen_event *ev, bool new_prompt)
+{
+    s->n_prompt += new_prompt ? ev->n_prompt : 0;
+    s->n_cached += new_prompt ? ev->n_cached : 0;
+    s->n_answer += ev->n_answer;
+    s->n_reasoning += ev->n_reasoning;
+    s->times = ev->times;
+}
+
+void hx_openai_write_usage(hx_sb *b, const hx_openai_sum *s)
+{
+    hx_sb_printf(
+        b,
+        "\"usage\":{\"prompt_tokens\":%lld,\"completion_tokens\":%lld,"
+        "\"total_tokens\":%lld,\"prompt_tokens_details\":{\"cached_tokens\":%lld},"
+        "\"completion_tokens_details\":{\"reasoning_tokens\":%lld}}",
+        (long long)s->n_prompt, (long long)s->n_answer,
+        (long long)(s->n_prompt + s->n_answer), (long long)s->n_cached,
+        (long long)s->n_reasoning);
+}
+
+static double per_second(int64_t n, double ms)
+{
+    return ms > 0 ? (double)n * 1000 / ms : 0;
+}
+
+void hx_openai_write_timings(hx_sb *b, const hx_openai_sum *s)
+{
+    const hx_times *t = &s->times;
+    const int64_t first = t->first_us > 0 ? t->first_us : t->done_us;
+    const double prompt_ms = (double)(first - t->started_us) / 1e3;
+    const double answer_ms = (double)(t->done_us - first) / 1e3;
+    const int64_t n_read = s->n_prompt - s->n_cached;
+
+    hx_sb_printf(
+        b,
+        "\"timings\":{\"prompt_n\":%lld,\"prompt_ms\":%.3f,\"prompt_per_second\":%.2f,"
+        "\"predicted_n\":%lld,\"predicted_ms\":%.3f,\"predicted_per_second\":%.2f,"
+        "\"queue_ms\":%.3f}",
+        (long long)n_read, prompt_ms, per_second(n_read, prompt_ms),
+        (long long)s->n_answer, answer_ms, per_second(s->n_answer, answer_ms),
+        (double)(t->started_us - t->queued_us) / 1e3);
+}
+
+/* ---- answers ------------------------------------------------------------ */
+
+typedef struct {
+    char id[40];
+    hx_sb name, args;
+} tool_call;
+
+typedef struct {
+    hx_sb content, reasoning; /* unstreamed */
+    tool_call *call;          /* [n_call] unstreamed */
+    int32_t n_call;
+    hx_sb logprobs; /* entries not yet handed out, "{…},{…}" */
+    hx_stop stop;
+    bool called;
+} choice;
+
+typedef struct {
+    hx_call *c;
+    hx_generate req;
+    hx_sb head;     /* of every chunk, up to the index of its choice */
+    choice *choice; /* [n] */
+    hx_openai_sum sum;
+    int32_t n_ended;
+    bool bad; /* memory ran out */
+} chat;
+
+static void put_token_text(hx_sb *b, hx_str bytes)
+{
+    hx_sb_str(b, "\"token\":");
+    hx_json_put_str(b, bytes);
+}
+
+/* {"token":…,"logprob":…,"bytes":[…] without its end. JSON has no -Infinity. */
+static void put_logprob(hx_sb *b, hx_str bytes, float logprob)
+{
+    hx_sb_char(b, '{');
+    put_token_text(b, bytes);
+    hx_sb_printf(b, ",\"logprob\":%.6g,\"bytes\":[", (double)HX_MAX(logprob, -9999.0f));
+    for (size_t i = 0; i < bytes.n; i++)
+        hx_sb_printf(b, i > 0 ? ",%u" : "%u", (unsigned char)bytes.p[i]);
+    hx_sb_char(b, ']');
+}
+
+static void add_logprob(chat *t, choice *k, const hx_gen_event *ev)
+{
+    hx_sb *b = &k->logprobs;
+
+    if (b->n > 0)
+        hx_sb_char(b, ',');
+    put_logprob(b, hx_token_bytes(t->c->engine, ev->token, NULL), ev->logprob);
+    hx_sb_str(b, ",\"top_logprobs\":[");
+    for (int32_t i = 0; ev->top != NULL && i < t->req.sampling.n_top; i++) {
+        if (i > 0)
+            hx_sb_char(b, ',');
+        put_logprob(b, hx_token_bytes(t->c->engine, ev->top[i].token, NULL),
+                    ev->top[i].logprob);
+        hx_sb_char(b, '}');
+    }
+    hx_sb_str(b, "]}");
+}
+
+static const char *finish_reason(const choice *k)
+{
+    return k->stop == HX_STOP_LENGTH ? "length" : k->called ? "tool_calls" : "stop";
+}
+
+/* ---- streamed ----------------------------------------------------------- */
+
+static void begin_chunk(const chat *t, int32_t index, hx_sb *out)
+{
+    hx_sb_add(out, t->head.p, t->head.n);
+    hx_sb_printf(out, "%d,\"delta\":{", index);
+}
+
+static void end_chunk(chat *t, int32_t index, const char *finish, hx_sb *out)
+{
+    choice *k = &t->choice[index];
+
+    hx_sb_char(out, '}');
+    if (t->req.sampling.want_logprobs && k->logprobs.n > 0) {
+        hx_sb_str(out, ",\"logprobs\":{\"content\":[");
+        hx_sb_add(out, k->logprobs.p, k->logprobs.n);
+        hx_sb_str(out, "]}");
+        k->logprobs.n = 0;
+    }
+    if (finish != NULL)
+        hx_sb_printf(out, ",\"finish_reason\":\"%s\"}]", finish);
+    else
+        hx_sb_str(out, ",\"finish_reason\":null}]");
+    if (t->req.usage)
+        hx_sb_str(out, ",\"usage\":null");
+    if (finish != NULL && !t->req.usage) {
+        hx_sb_char(out, ',');
+        hx_openai_write_timings(out, &t->sum);
+    }
+    hx_sb_str(out, "}\n\n");
+}
+
+static void stream_reply(chat *t, int32_t index, const hx_reply_event *ev, hx_sb *out)
+{
+    char id[40];
+
+    if (ev->kind == HX_REPLY_CALL_END)
+        return;
+    begin_chunk(t, index, out);
+    switch (ev->kind) {
+    case HX_REPLY_REASONING:
+        hx_sb_str(out, "\"reasoning_content\":");
+        hx_json_put_str(out, ev->text);
+        hx_sb_str(out, ",\"reasoning\":");
+        hx_json_put_str(out, ev->text);
+        break;
+    case HX_REPLY_CONTENT:
+        hx_sb_str(out, "\"content\":");
+        hx_json_put_str(out, ev->text);
+        break;
+    case HX_REPLY_CALL:
+        hx_server_new_id(t->c->server, "call_", id);
+        hx_sb_printf(out,
+                     "\"tool_calls\":[{\"index\":%d,\"id\":\"%s\",\"type\":\"function\","
+                     "\"function\":{\"name\":",
+                     ev->call, id);
+        hx_json_put_str(out, ev->text);
+        hx_sb_str(out, ",\"arguments\":\"\"}}]");
+        break;
+    default:
+        hx_sb_printf(
+            out, "\"tool_calls\":[{\"index\":%d,\"function\":{\"arguments\":", ev->call);
+        hx_json_put_str(out, ev->text);
+        hx_sb_str(out, "}}]");
+    }
+    end_chunk(t, index, NULL, out);
+}
+
+static void write_usage_chunk(const chat *t, hx_sb *out)
+{
+    /* The head ends in [{"index": — this chunk has no choices. */
+    static const char open[] = "{\"index\":";
+
+    hx_sb_add(out, t->head.p, t->head.n - (sizeof open - 1));
+    hx_sb_str(out, "],");
+    hx_openai_write_usage(out, &t->sum);
+    hx_sb_char(out, ',');
+    hx_openai_write_timings(out, &t->sum);
+    hx_sb_str(out, "}\n\n");
+}
+
+/* ---- unstreamed --------------------------------------------------------- */
+
+static void collect_call(chat *t, choice *k, const hx_reply_event *ev)
+{
+    tool_call *grown = hx_realloc(k->call, (size_t)(k->n_call + 1) * sizeof *grown);
+
+    if (grown == NULL) {
+        t->bad = true;
+        return;
+    }
+    k->call = grown;
+    tool_call *call = &k->call[k->n_call++];
+    *call = (tool_call) { 0 };
+    hx_server_new_id(t->c->server, "call_", call->id);
+    hx_sb_add(&call->name, ev->text.p, ev->text.n);
+}
+
+static void collect_reply(chat *t, choice *k, const hx_reply_event *ev)
+{
+    switch (ev->kind) {
+    case HX_REPLY_REASONING:
+        hx_sb_add(&k->reasoning, ev->text.p, ev->text.n);
+        break;
+    case HX_REPLY_CONTENT:
+        hx_sb_add(&k->content, ev->text.p, ev->text.n);
+        break;
+    case HX_REPLY_CALL:
+        collect_call(t, k, ev);
+        break;
+    case HX_REPLY_ARGS:
+        if (ev->call < k->n_call)
+            hx_sb_add(&k->call[ev->call].args, ev->text.p, ev->text.n);
+        break;
+    case HX_REPLY_CALL_END:
+        break;
+    }
+}
+
+static bool is_blank(const hx_sb *b)
+{
+    for (size_t i = 0; i < b->n; i++)
+        if (memchr(" \t\r\n", b->p[i], 4) == NULL)
+            return false;
+    return true;
+}
+
+static void put_message_json(hx_sb *b, const choice *k)
+{
+    hx_sb_str(b, "\"message\":{\"role\":\"assistant\",\"content\":");
+    if (k->n_call > 0 && is_blank(&k->content))
+        hx_sb_str(b, "null");
+    else
+        hx_json_put_str(b, (hx_str) { k->content.p, k->content.n });
+    if (k->reasoning.n > 0) {
+        put_member(b, "reasoning_content", (hx_str) { k->reasoning.p, k->reasoning.n });
+        put_member(b, "reasoning", (hx_str) { k->reasoning.p, k->reasoning.n });
+    }
+    for (int32_t i = 0; i < k->n_call; i++) {
+        const tool_call *call = &k->call[i];
+
+        hx_sb_printf(b, "%s{\"id\":\"%s\",\"type\":\"function\",\"function\":{\"name\":",
+                     i > 0 ? "," : ",\"tool_calls\":[", call->id);
+        hx_json_put_str(b, (hx_str) { call->name.p, call->name.n });
+        hx_sb_str(b, ",\"arguments\":");
+        hx_json_put_str(b, (hx_str) { call->args.p, call->args.n });
+        hx_sb_str(b, "}}");
+        b->bad = b->bad || call->name.bad || call->args.bad;
+    }
+    hx_sb_str(b, k->n_call > 0 ? "]}" : "}");
+    b->bad = b->bad || k->content.bad || k->reasoning.bad || k->logprobs.bad;
+}
+
+static void reply_whole(chat *t)
+{
+    const int32_t n = t->req.n;
+    char id[40];
+    hx_sb b = { 0 };
+
+    hx_server_new_id(t->c->server, "chatcmpl-", id);
+    hx_sb_printf(
+        &b,
+        "{\"id\":\"%s\",\"object\":\"chat.completion\",\"created\":%lld,\"model\":", id,
+        (long long)time(NULL));
+    hx_json_put_str(&b, t->req.model);
+    hx_sb_str(&b, ",\"system_fingerprint\":\"" HX_FINGERPRINT "\",\"choices\":[");
+    for (int32_t i = 0; i < n; i++) {
+        const choice *k = &t->choice[i];
+
+        hx_sb_printf(&b, i > 0 ? ",{\"index\":%d," : "{\"index\":%d,", i);
+        put_message_json(&b, k);
+        if (t->req.sampling.want_logprobs) {
+            hx_sb_str(&b, ",\"logprobs\":{\"content\":[");
+            hx_sb_add(&b, k->logprobs.p, k->logprobs.n);
+            hx_sb_str(&b, "]}");
+        } else {
+            hx_sb_str(&b, ",\"logprobs\":null");
+        }
+        hx_sb_printf(&b, ",\"finish_reason\":\"%s\"}", finish_reason(k));
+    }
+    hx_sb_str(&b, "],");
+    hx_openai_write_usage(&b, &t->sum);
+    hx_sb_char(&b, ',');
+    hx_openai_write_timings(&b, &t->sum);
+    hx_sb_char(&b, '}');
+    b.bad = b.bad || t->bad;
+    hx_server_reply_json(t->c, &b);
+    hx_sb_free(&b);
+}
+
+/* ---- one request -------------------------------------------------------- */
+
+static void on_event(void *ud, const hx_gen_event *ev, hx_sb *out)
+{
+    chat *t = ud;
+    choice *k = &t->choice[ev->index];
+
+    switch (ev->kind) {
+    case HX_GEN_TOKEN:
+        add_logprob(t, k, ev);
+        break;
+    case HX_GEN_REPLY:
+        if (t->req.stream)
+            stream_reply(t, ev->index, ev->reply, out);
+        else
+            collect_reply(t, k, ev->reply);
+        break;
+    case HX_GEN_TEXT:
+        break;
+    case HX_GEN_END:
+        k->stop = ev->stop;
+        k->called = ev->n_call > 0;
+        hx_openai_add(&t->sum, ev, t->n_ended++ == 0);
+        if (t->req.stream) {
+            begin_chunk(t, ev->index, out);
+            end_chunk(t, ev->index, finish_reason(k), out);
+        }
+        break;
+    }
+    out->bad = out->bad || k->logprobs.bad;
+}
+
+static void begin_stream(chat *t)
+{
+    hx_sb out = { 0 };
+    char id[40];
+
+    hx_server_new_id(t->c->server, "chatcmpl-", id);
+    hx_sb_printf(
+        &t->head,
+        "data: {\"id\":\"%s\",\"object\":\"chat.completion.chunk\",\"created\":%lld,"
+        "\"model\":",
+        id, (long long)time(NULL));
+    hx_json_put_str(&t->head, t->req.model);
+    hx_sb_str(&t->head,
+              ",\"system_fingerprint\":\"" HX_FINGERPRINT "\",\"choices\":[{\"index\":");
+    t->c->status = 200;
+    hx_http_begin_events(t->c->x);
+    for (int32_t i = 0; i < t->req.n; i++) {
+        begin_chunk(t, i, &out);
+        hx_sb_str(&out, "\"role\":\"assistant\",\"content\":\"\"");
+        end_chunk(t, i, NULL, &out);
+    }
+    hx_http_send(t->c->x, (hx_str) { out.p, out.n });
+    hx_sb_free(&out);
+}
+
+void hx_openai_end_stream(hx_call *c, int rc, hx_sb *last)
+{
+    if (rc == 0)
+        hx_sb_str(last, "data: [DONE]\n\n");
+    else if (c->problem.status != 0) {
+        hx_sb_str(last, "data: ");
+        hx_server_write_problem(last, &c->problem);
+        hx_sb_str(last, "\n\n");
+    }
+    if (!last->bad && last->n > 0)
+        hx_http_send(c->x, (hx_str) { last->p, last->n });
+    hx_http_end(c->x);
+}
+
+/* Nobody reads it; 499 is for the log. */
+int hx_openai_end_gone(hx_call *c)
+{
+    c->status = 499;
+    hx_http_reply(c->x, 499, NULL, NULL, (hx_str) { NULL, 0 });
+    return 0;
+}
+
+static int run(chat *t, hx_gen *gen)
+{
+    hx_sb last = { 0 };
+    int rc;
+
+    if (t->req.stream)
+        begin_stream(t);
+    rc = hx_gen_run(gen, t->req.stream, on_event, t);
+    if (t->req.stream) {
+        if (rc == 0 && t->req.usage)
+            write_usage_chunk(t, &last);
+        if (rc == HX_ECANCEL)
+            t->c->status = 499;
+        hx_openai_end_stream(t->c, rc, &last);
+        hx_sb_free(&last);
+        return 0;
+    }
+    if (rc == HX_ECANCEL && t->c->problem.status == 0)
+        return hx_openai_end_gone(t->c);
+    if (rc == 0)
+        reply_whole(t);
+    return rc;
+}
+
+static int read_logprobs(hx_call *c, hx_request *r)
+{
+    int64_t n_top = 0;
+    int rc;
+
+    if ((rc = hx_params_bool(c, c->body, "logprobs", &r->want_logprobs)) != 0 ||
+        (rc = hx_params_int(c, c->body, "top_logprobs", 0, N_TOP_MAX, &n_top)) != 0)
+        return rc;
+    if (n_top > 0 && !r->want_logprobs)
+        return hx_server_problem(c, 400, "top_logprobs", "invalid_value",
+                                 "top_logprobs: needs logprobs true");
+    r->n_top = (int32_t)n_top;
+    return 0;
+}
+
+static void free_choices(chat *t)
+{
+    for (int32_t i = 0; t->choice != NULL && i < t->req.n; i++) {
+        choice *k = &t->choice[i];
+
+        for (int32_t j = 0; j < k->n_call; j++) {
+            hx_sb_free(&k->call[j].name);
+            hx_sb_free(&k->call[j].args);
+        }
+        hx_free(k->call);
+        hx_sb_free(&k->content);
+        hx_sb_free(&k->reasoning);
+        hx_sb_free(&k->logprobs);
+    }
+    hx_sb_free(&t->head);
+}
+
+int hx_openai_chat(hx_call *c)
+{
+    chat t = { .c = c, .req = { .chat = true } };
+    hx_gen *gen = NULL;
+    int rc;
+
+    if ((rc = hx_params_sampling(c, &t.req)) != 0 ||
+        (rc = read_logprobs(c, &t.req.sampling)) != 0 ||
+        (rc = hx_openai_vars(c, &t.req)) != 0)
+        return rc;
+    if (t.req.sampling.max_new == 0 &&
+        (hx_params_get(c->body, "max_tokens") != NULL ||
+         hx_params_get(c->body, "max_completion_tokens") != NULL))
+        return hx_server_problem(c, 400, "max_tokens", "invalid_value",
+                                 "max_tokens: 0, expected at least 1");
+    if ((t.choice = hx_arena_alloc(&c->arena, (size_t)t.req.n * sizeof *t.choice)) ==
+        NULL)
+        return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
+    if ((rc = hx_gen_open(&gen, c, &t.req)) == 0)
+        rc = run(&t, gen);
+    hx_gen_close(gen);
+    free_choices(&t);
+    return rc;
+}

@@ -1,0 +1,346 @@
+/* params.c - typed fields of a request body, and the sampling fields of OpenAI's family.
+ *
+ * Called by dialects on a worker. House rules: null is absent, unknown fields are
+ * ignored, a known field of the wrong type or out of range is a 400 that names it. Reads
+ * only. */
+#include "serve/serve.h"
+
+#include <math.h>
+#include <stdio.h>
+
+#define N_MAX    16 /* answers of one prompt */
+#define STOP_MAX 16
+
+const hx_json *hx_params_get(const hx_json *obj, const char *name)
+{
+    const hx_json *j = hx_json_get(obj, name);
+
+    return hx_json_kind(j) == HX_JSON_NULL ? NULL : j;
+}
+
+static int wrong_type(hx_call *c, const char *name, const char *expected,
+                      const hx_json *found)
+{
+    return hx_server_problem(c, 400, name, "invalid_type", "%s: found %s, expected %s",
+                             name, hx_json_kind_name(found), expected);
+}
+
+int hx_params_bool(hx_call *c, const hx_json *obj, const char *name, bool *out)
+{
+    const hx_json *j = hx_params_get(obj, name);
+
+    if (j == NULL)
+        return 0;
+    if (hx_json_kind(j) != HX_JSON_BOOL)
+        return wrong_type(c, name, "true or false", j);
+    *out = hx_json_bool(j, false);
+    return 0;
+}
+
+static bool is_whole(const hx_json *j)
+{
+    const hx_json_type k = hx_json_kind(j);
+
+    return k == HX_JSON_INT ||
+           (k == HX_JSON_DOUBLE && hx_json_num(j, 0.5) == floor(hx_json_num(j, 0.5)));
+}
+
+int hx_params_int(hx_call *c, const hx_json *obj, const char *name, int64_t min,
+                  int64_t max, int64_t *out)
+{
+    const hx_json *j = hx_params_get(obj, name);
+    int64_t v;
+
+    if (j == NULL)
+        return 0;
+    if (!is_whole(j))
+        return wrong_type(c, name, "a whole number", j);
+    v = hx_json_int(j, INT64_MIN);
+    if (v < min || v > max)
+        return hx_server_problem(c, 400, name, "invalid_value",
+                                 "%s: %.17g, expected %lld..%lld", name,
+                                 hx_json_num(j, 0), (long long)min, (long long)max);
+    *out = v;
+    return 0;
+}
+
+int hx_params_str(hx_call *c, const hx_json *obj, const char *name, hx_str *out)
+{
+    const hx_json *j = hx_params_get(obj, name);
+
+    if (j == NULL)
+        return 0;
+    if (hx_json_kind(j) != HX_JSON_STRING)
+        return wrong_type(c, name, "a string", j);
+    *out = hx_json_str(j);
+    return 0;
+}
+
+int hx_params_ids(hx_call *c, const hx_json *list, const char *param, const int32_t **out,
+                  int64_t *n)
+{
+    const size_t len = hx_json_len(list);
+    int32_t *id;
+
+    if (hx_json_kind(list) != HX_JSON_ARRAY)
+        return wrong_type(c, param, "a list of token ids", list);
+    if ((id = hx_arena_alloc(&c->arena, HX_MAX(len, 1u) * sizeof *id)) == NULL)
+        return hx_server_problem(c, 413, param, "request_too_large",
+                                 "%s: %zu ids are too many", param, len);
+    for (size_t i = 0; i < len; i++) {
+        const hx_json *j = hx_json_at(list, i);
+        const int64_t v = hx_json_kind(j) == HX_JSON_INT ? hx_json_int(j, -1) : -1;
+
+        if (v < 0 || v >= c->info->n_vocab)
+            return hx_server_problem(c, 400, param, "invalid_value",
+                                     "%s[%zu]: no token id; expected 0..%d", param, i,
+                                     c->info->n_vocab - 1);
+        id[i] = (int32_t)v;
+    }
+    *out = id;
+    *n = (int64_t)len;
+    return 0;
+}
+
+/* ---- sampling ----------------------------------------------------------- */
+
+typedef struct {
+    const char *name;
+    size_t at; /* of a float in hx_request */
+    double min, max;
+} number;
+
+#define FLOAT(json, field, lo, hi)                                                       \
+    {                                                                                    \
+        json, offsetof(hx_request, field), lo, hi                                        \
+    }
+
+static const number numbers[] = {
+    FLOAT("temperature", temperature, 0, 100),
+    FLOAT("top_p", top_p, 0, 1),
+    FLOAT("min_p", min_p, 0, 1),
+    FLOAT("repetition_penalty", repeat_penalty, 0.01, 100),
+    FLOAT("presence_penalty", presence_penalty, -2, 2),
+    FLOAT("frequency_penalty", frequency_penalty, -2, 2),
+};
+
+static int read_numbers(hx_call *c, hx_request *r)
+{
+    for (size_t i = 0; i < HX_LEN(numbers); i++) {
+        const number *d = &numbers[i];
+        const hx_json *j = hx_params_get(c->body, d->name);
+        const hx_json_type k = hx_json_kind(j);
+        const double v = hx_json_num(j, 0);
+
+        if (j == NULL)
+            continue;
+        if (k != HX_JSON_INT && k != HX_JSON_DOUBLE)
+            return wrong_type(c, d->name, "a number", j);
+        if (!(v >= d->min && v <= d->max))
+            return hx_server_problem(c, 400, d->name, "invalid_value",
+                                     "%s: %g, expected %g..%g", d->name, v, d->min,
+                                     d->max);
+        const float f = (float)v;
+        memcpy((char *)r + d->at, &f, sizeof f);
+    }
+    return 0;
+}
+
+static int read_stop(hx_call *c, hx_request *r)
+{
+    const hx_json *j = hx_params_get(c->body, "stop");
+    const bool one = hx_json_kind(j) == HX_JSON_STRING;
+    const size_t n = one ? 1 : hx_json_len(j);
+    hx_str *stop;
+
+    if (j == NULL)
+        return 0;
+    if (!one && hx_json_kind(j) != HX_JSON_ARRAY)
+        return wrong_type(c, "stop", "a string or a list of strings", j);
+    if (n > STOP_MAX)
+        return hx_server_problem(c, 400, "stop", "invalid_value",
+                                 "stop: %zu texts, at most %d", n, STOP_MAX);
+    if ((stop = hx_arena_alloc(&c->arena, HX_MAX(n, 1u) * sizeof *stop)) == NULL)
+        return hx_server_problem(c, 503, "stop", "out_of_memory", "stop: no memory");
+    for (size_t i = 0; i < n; i++) {
+        stop[i] = hx_json_str(one ? j : hx_json_at(j, i));
+        if (stop[i].n == 0)
+            return hx_server_problem(c, 400, "stop", "invalid_value",
+                                     "stop[%zu]: expected a string that is not empty", i);
+    }
+    r->stop = stop;
+    r->n_stop = (int32_t)n;
+    return 0;
+}
+
+static int read_stop_ids(hx_call *c, hx_request *r)
+{
+    const hx_json *j = hx_params_get(c->body, "stop_token_ids");
+    int64_t n = 0;
+    int rc;
+
+    if (j == NULL)
+        return 0;
+    if ((rc = hx_params_ids(c, j, "stop_token_ids", &r->stop_ids, &n)) != 0)
+        return rc;
+    if (n > STOP_MAX)
+        return hx_server_problem(c, 400, "stop_token_ids", "invalid_value",
+                                 "stop_token_ids: %lld ids, at most %d", (long long)n,
+                                 STOP_MAX);
+    r->n_stop_ids = (int32_t)n;
+    return 0;
+}
+
+/* A decimal token id below n_vocab, or -1. */
+static int32_t id_of_key(hx_str key, int32_t n_vocab)
+{
+    int64_t v = 0;
+
+    if (key.n == 0 || key.n > 9)
+        return -1;
+    for (size_t i = 0; i < key.n; i++) {
+        if (key.p[i] < '0' || key.p[i] > '9')
+            return -1;
+        v = v * 10 + key.p[i] - '0';
+    }
+    return v < n_vocab ? (int32_t)v : -1;
+}
+
+static int read_bias(hx_call *c, hx_request *r)
+{
+    const hx_json *j = hx_params_get(c->body, "logit_bias");
+    const size_t n = hx_json_len(j);
+    hx_bias *bias;
+
+    if (j == NULL)
+        return 0;
+    if (hx_json_kind(j) != HX_JSON_OBJECT)
+        return wrong_type(c, "logit_bias", "an object of token ids", j);
+    if (n > 4096)
+        return hx_server_problem(c, 400, "logit_bias", "invalid_value",
+                                 "logit_bias: %zu entries, at most 4096", n);
+    if ((bias = hx_arena_alloc(&c->arena, HX_MAX(n, 1u) * sizeof *bias)) == NULL)
+        return hx_server_problem(c, 503, "logit_bias", "out_of_memory",
+                                 "logit_bias: no memory");
+    for (size_t i = 0; i < n; i++) {
+        hx_str key;
+        const hx_json *v = hx_json_member(j, i, &key);
+        const double d = hx_json_num(v, NAN);
+
+        bias[i] = (hx_bias) { id_of_key(key, c->info->n_vocab), (float)d };
+        if (bias[i].token < 0)
+            return hx_server_problem(
+                c, 400, "logit_bias", "invalid_value",
+                "logit_bias: \"%.*s\" is no token id; expected 0..%d",
+                (int)HX_MIN(key.n, 40u), key.p, c->info->n_vocab - 1);
+        if (!(d >= -100 && d <= 100))
+            return hx_server_problem(
+                c, 400, "logit_bias", "invalid_value",
+                "logit_bias: value of %d: expected a number, -100..100", bias[i].token);
+    }
+    r->bias = bias;
+    r->n_bias = (int32_t)n;
+    return 0;
+}
+
+static int read_integers(hx_call *c, hx_generate *g)
+{
+    hx_request *r = &g->sampling;
+    int64_t top_k = r->top_k, n = 1, seed;
+    int rc;
+
+    seed = (int64_t)(hx_server_random(c->server) >> 1);
+    if ((rc = hx_params_int(c, c->body, "max_tokens", 0, INT32_MAX, &r->max_new)) != 0 ||
+        (rc = hx_params_int(c, c->body, "max_completion_tokens", 0, INT32_MAX,
+                            &r->max_new)) != 0 ||
+        (rc = hx_params_int(c, c->body, "min_tokens", 0, INT32_MAX, &r->min_new)) != 0 ||
+        (rc = hx_params_int(c, c->body, "top_k", -1, INT32_MAX, &top_k)) != 0 ||
+        (rc = hx_params_int(c, c->body, "n", 1, N_MAX, &n)) != 0 ||
+        (rc = hx_params_int(c, c->body, "seed", INT64_MIN + 1, INT64_MAX, &seed)) != 0)
+        return rc;
+    r->top_k = (int32_t)HX_MAX(top_k, 0);
+    r->seed = (uint64_t)seed;
+    g->n = (int32_t)n;
+    return 0;
+}
+
+/* Constraints on the answer that this server lacks are refused, never ignored. */
+static int refuse_constraints(hx_call *c)
+{
+    static const char *const names[] = { "guided_json",        "guided_regex",
+                                         "guided_choice",      "guided_grammar",
+                                         "structured_outputs", "grammar",
+                                         "json_schema" };
+    const hx_json *format = hx_params_get(c->body, "response_format");
+    const hx_str type = hx_json_str(hx_params_get(format, "type"));
+    bool include_stop = false;
+    int rc;
+
+    for (size_t i = 0; i < HX_LEN(names); i++)
+        if (hx_params_get(c->body, names[i]) != NULL)
+            return hx_server_problem(c, 400, names[i], "unsupported_value",
+                                     "%s: structured output is not supported yet",
+                                     names[i]);
+    if (format != NULL && hx_json_kind(format) != HX_JSON_OBJECT)
+        return wrong_type(c, "response_format", "an object", format);
+    if (format != NULL &&
+        (hx_str_is(type, "json_object") || hx_str_is(type, "json_schema")))
+        return hx_server_problem(
+            c, 400, "response_format", "unsupported_value",
+            "response_format: %.*s is not supported yet; only text is", (int)type.n,
+            type.p);
+    if (format != NULL && !hx_str_is(type, "text"))
+        return hx_server_problem(c, 400, "response_format", "invalid_value",
+                                 "response_format.type: expected \"text\"");
+    if ((rc = hx_params_bool(c, c->body, "include_stop_str_in_output", &include_stop)) !=
+        0)
+        return rc;
+    if (include_stop)
+        return hx_server_problem(
+            c, 400, "include_stop_str_in_output", "unsupported_value",
+            "include_stop_str_in_output: not supported; stop texts are "
+            "never shown");
+    return 0;
+}
+
+static int read_stream(hx_call *c, hx_generate *g)
+{
+    const hx_json *options = hx_params_get(c->body, "stream_options");
+    int rc;
+
+    if ((rc = hx_params_bool(c, c->body, "stream", &g->stream)) != 0)
+        return rc;
+    if (options == NULL)
+        return 0;
+    if (hx_json_kind(options) != HX_JSON_OBJECT)
+        return wrong_type(c, "stream_options", "an object", options);
+    if ((rc = hx_params_bool(c, options, "include_usage", &g->usage)) != 0)
+        return rc;
+    g->usage = g->usage && g->stream;
+    return 0;
+}
+
+int hx_params_sampling(hx_call *c, hx_generate *g)
+{
+    hx_request *r = &g->sampling;
+    bool skip_special = true;
+    int rc;
+
+    r->temperature = c->info->temperature;
+    r->top_p = c->info->top_p;
+    r->top_k = c->info->top_k;
+    g->model = hx_server_model_name(c->server);
+    if ((rc = read_numbers(c, r)) != 0 || (rc = read_integers(c, g)) != 0 ||
+        (rc = read_stop(c, r)) != 0 || (rc = read_stop_ids(c, r)) != 0 ||
+        (rc = read_bias(c, r)) != 0 || (rc = refuse_constraints(c)) != 0 ||
+        (rc = read_stream(c, g)) != 0 ||
+        (rc = hx_params_bool(c, c->body, "ignore_eos", &r->ignore_eos)) != 0 ||
+        (rc = hx_params_bool(c, c->body, "skip_special_tokens", &skip_special)) != 0 ||
+        (rc = hx_params_str(c, c->body, "model", &g->model)) != 0)
+        return rc;
+    g->keep_special = !skip_special;
+    /* The engine takes 0 for off; asked for, it means the smallest nucleus: one token. */
+    if (r->top_p == 0 && hx_params_get(c->body, "top_p") != NULL)
+        r->top_p = 1e-6f;
+    return 0;
+}

@@ -1,0 +1,735 @@
+/* server.c - the server: table of routes, who may use them, the workers that answer, and
+ * the small routes themselves (health, models, metrics, tokenize, detokenize).
+ *
+ * main.c opens and runs it. route() runs on the loop thread and must never block, parse a
+ * body or call the engine; all else runs on a worker, which has one request at a time. */
+#include "serve/serve.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <sys/random.h>
+#include <time.h>
+
+#define SPARE_WORKERS 16 /* beside one per stream and queue place */
+#define STACK_BYTES                                                                      \
+    (1u << 20)             /* templates and JSON recurse; only what is used is paid      \
+                            */
+#define IDLE_S          10 /* a worker without work ends */
+#define ARENA_MAX_BYTES (256u << 20)
+#define JSON            "application/json"
+
+typedef struct route route;
+
+typedef struct job {
+    struct job *next;
+    hx_exchange *x;
+    const route *route;
+    int64_t start_us;
+} job;
+
+struct hx_server {
+    hx_http *http;
+    char *api_key, *served_name; /* NULL: none */
+    bool official_tokens;
+    int32_t drain_ms;
+    int64_t created_s;
+    uint64_t seed;
+    atomic_ullong n_random;
+    atomic_ullong load_done, load_total;
+    atomic_bool draining;
+
+    /* Written once by hx_server_set_engine(), before ready. */
+    hx_engine *engine;
+    hx_info info;
+    atomic_bool ready;
+
+    pthread_mutex_t lock; /* guards the rest */
+    pthread_cond_t work;  /* jobs came, or closing */
+    pthread_cond_t gone;  /* n_worker fell to 0 */
+    job *first, *last;
+    int32_t n_job, n_worker, n_idle, max_worker;
+    bool closing;
+};
+
+struct route {
+    const char *method, *path; /* without /v1; a final slash: a name follows */
+    hx_route_fn *run;
+    bool open;  /* needs no key */
+    bool early; /* works without an engine, on the loop thread */
+};
+
+/* ---- problems and answers --------------------------------------------- */
+
+int hx_server_problem(hx_call *c, int status, const char *param, const char *code,
+                      const char *fmt, ...)
+{
+    hx_problem *p = &c->problem;
+    va_list ap;
+
+    if (p->status != 0)
+        return HX_EARG;
+    p->status = status;
+    p->code = code;
+    snprintf(p->param, sizeof p->param, "%s", param != NULL ? param : "");
+    va_start(ap, fmt);
+    vsnprintf(p->msg, sizeof p->msg, fmt, ap);
+    va_end(ap);
+    return HX_EARG;
+}
+
+int hx_server_problem_err(hx_call *c, int rc, const char *param, const hx_err *err)
+{
+    static const struct {
+        int rc, status;
+        const char *code;
+    } map[] = {
+        { HX_EARG, 400, "invalid_value" },       { HX_EFORMAT, 400, "invalid_value" },
+        { HX_EUNSUP, 400, "unsupported_value" }, { HX_ELIMIT, 400, "limit_exceeded" },
+        { HX_ENOMEM, 503, "out_of_memory" },     { HX_ECANCEL, 503, "shutting_down" },
+    };
+
+    for (size_t i = 0; i < HX_LEN(map); i++)
+        if (map[i].rc == rc)
+            return hx_server_problem(c, map[i].status, param, map[i].code, "%s",
+                                     err->msg);
+    return hx_server_problem(c, 500, param, "engine_error", "%s", err->msg);
+}
+
+void hx_server_write_problem(hx_sb *b, const hx_problem *p)
+{
+    const char *type = p->status == 401   ? "authentication_error"
+                       : p->status == 429 ? "rate_limit_error"
+                       : p->status >= 500 ? "server_error"
+                                          : "invalid_request_error";
+
+    hx_sb_str(b, "{\"error\":{\"message\":");
+    hx_json_put_str(b, hx_str_c(p->msg));
+    hx_sb_printf(b, ",\"type\":\"%s\",\"param\":", type);
+    if (p->param[0] != '\0')
+        hx_json_put_str(b, hx_str_c(p->param));
+    else
+        hx_sb_str(b, "null");
+    if (p->code != NULL)
+        hx_sb_printf(b, ",\"code\":\"%s\"", p->code);
+    else
+        hx_sb_str(b, ",\"code\":null");
+    if (p->n_ctx > 0)
+        hx_sb_printf(b, ",\"n_prompt_tokens\":%lld,\"n_ctx\":%lld",
+                     (long long)p->n_prompt, (long long)p->n_ctx);
+    hx_sb_str(b, "}}");
+}
+
+static void reply_problem(hx_exchange *x, const hx_problem *p, const char *headers)
+{
+    hx_sb b = { 0 };
+
+    hx_server_write_problem(&b, p);
+    hx_http_reply(x, p->status, JSON, headers, (hx_str) { b.p, b.bad ? 0 : b.n });
+    hx_sb_free(&b);
+}
+
+void hx_server_reply_problem(hx_call *c)
+{
+    if (c->problem.status == 0)
+        hx_server_problem(c, 500, NULL, "internal_error",
+                          "request: failed without a reason");
+    c->status = c->problem.status;
+    reply_problem(c->x, &c->problem,
+                  c->status == 429 || c->status == 503 ? "Retry-After: 2\r\n" : NULL);
+}
+
+void hx_server_reply_json(hx_call *c, const hx_sb *json)
+{
+    if (json->bad) {
+        hx_server_problem(c, 503, NULL, "out_of_memory",
+                          "answer: no memory for its text");
+        hx_server_reply_problem(c);
+        return;
+    }
+    c->status = 200;
+    hx_http_reply(c->x, 200, JSON, NULL, (hx_str) { json->p, json->n });
+}
+
+uint64_t hx_server_random(hx_server *s)
+{
+    return hx_rng_at(s->seed, atomic_fetch_add(&s->n_random, 1));
+}
+
+void hx_server_new_id(hx_server *s, const char *prefix, char out[40])
+{
+    snprintf(out, 40, "%.15s%016llx%08llx", prefix,
+             (unsigned long long)hx_server_random(s),
+             (unsigned long long)hx_server_random(s) & 0xffffffff);
+}
+
+bool hx_server_official_tokens(const hx_server *s)
+{
+    return s->official_tokens;
+}
+
+hx_str hx_server_model_name(const hx_server *s)
+{
+    return hx_str_c(s->served_name != NULL ? s->served_name : s->info.name);
+}
+
+/* ---- routes that need no worker ---------------------------------------- */
+
+static bool is_healthy(const hx_server *s)
+{
+    return atomic_load(&s->ready) && !atomic_load(&s->draining);
+}
+
+static void answer_health(hx_server *s, hx_exchange *x)
+{
+    const uint64_t done = atomic_load(&s->load_done), total = atomic_load(&s->load_total);
+    const bool healthy = is_healthy(s);
+    hx_sb b = { 0 };
+
+    if (atomic_load(&s->draining))
+        hx_sb_str(&b, "{\"status\":\"draining\"}");
+    else if (healthy)
+        hx_sb_str(&b, "{\"status\":\"ok\"}");
+    else
+        hx_sb_printf(&b, "{\"status\":\"loading\",\"progress\":%.2f}",
+                     total > 0 ? (double)HX_MIN(done, total) / (double)total : 0.0);
+    hx_http_reply(x, healthy ? 200 : 503, JSON, healthy ? NULL : "Retry-After: 2\r\n",
+                  (hx_str) { b.p, b.bad ? 0 : b.n });
+    hx_sb_free(&b);
+}
+
+static void answer_root(hx_exchange *x)
+{
+    hx_http_reply(
+        x, 200, "text/plain; charset=utf-8", NULL,
+        HX_STR("Hoist " HX_VERSION ". OpenAI API under /v1, state at /health.\n"));
+}
+
+/* ---- small routes ------------------------------------------------------ */
+
+static void write_model(hx_sb *b, const hx_server *s)
+{
+    const hx_info *i = &s->info;
+    const bool calls = i->reply_format != NULL && strcmp(i->reply_format, "plain") != 0;
+
+    hx_sb_str(b, "{\"id\":");
+    hx_json_put_str(b, hx_server_model_name(s));
+    hx_sb_printf(b, ",\"object\":\"model\",\"created\":%lld,\"owned_by\":\"hoist\"",
+                 (long long)s->created_s);
+    hx_sb_printf(b, ",\"max_model_len\":%lld,\"context_length\":%lld",
+                 (long long)i->ctx_tokens, (long long)i->ctx_tokens);
+    hx_sb_str(b, ",\"architecture\":{\"name\":");
+    hx_json_put_str(b, hx_str_c(i->arch));
+    hx_sb_str(b, ",\"input_modalities\":[\"text\"],\"output_modalities\":[\"text\"]}");
+    hx_sb_printf(
+        b,
+        ",\"meta\":{\"n_ctx_train\":%lld,\"n_vocab\":%d,\"n_params\":%llu,\"size\":%llu}",
+        (long long)i->ctx_trained_tokens, i->n_vocab, (unsigned long long)i->n_param,
+        (unsigned long long)i->weight_bytes);
+    hx_sb_printf(
+        b,
+        ",\"capabilities\":{\"tools\":%s,\"parallel_tool_calls\":%s,\"reasoning\":%s,"
+        "\"images\":false,\"prompt_cache_key\":false}}",
+        calls ? "true" : "false", calls ? "true" : "false", calls ? "true" : "false");
+}
+
+static int models(hx_call *c)
+{
+    hx_sb b = { 0 };
+
+    hx_sb_str(&b, "{\"object\":\"list\",\"data\":[");
+    write_model(&b, c->server);
+    hx_sb_str(&b, "]}");
+    hx_server_reply_json(c, &b);
+    hx_sb_free(&b);
+    return 0;
+}
+
+static int model(hx_call *c)
+{
+    const hx_str path = c->x->path;
+    const char *slash = memmem(path.p, path.n, "models/", 7);
+    const hx_str name = { slash + 7, (size_t)(path.p + path.n - slash - 7) };
+    hx_sb b = { 0 };
+
+    if (!hx_str_eq(name, hx_server_model_name(c->server)))
+        return hx_server_problem(
+            c, 404, "model", "model_not_found",
+            "model: no \"%.*s\" here; /v1/models lists what there is",
+            (int)HX_MIN(name.n, 80u), name.p);
+    write_model(&b, c->server);
+    hx_server_reply_json(c, &b);
+    hx_sb_free(&b);
+    return 0;
+}
+
+static int metrics(hx_call *c)
+{
+    /* A counter may gain a digit between the two calls. */
+    const int64_t cap = hx_metrics(c->engine, NULL, 0) + 1024;
+    char *text = cap > 0 ? hx_arena_alloc(&c->arena, (size_t)cap) : NULL;
+    const int64_t n = text != NULL ? hx_metrics(c->engine, text, cap) : HX_ENOMEM;
+
+    if (n < 0)
+        return hx_server_problem(c, 503, NULL, "out_of_memory", "metrics: no memory");
+    c->status = 200;
+    hx_http_reply(c->x, 200, "text/plain; version=0.0.4; charset=utf-8", NULL,
+                  (hx_str) { text, (size_t)HX_MIN(n, cap) });
+    return 0;
+}
+
+static int write_tokens(hx_call *c, const int32_t *id, int64_t n)
+{
+    hx_sb b = { 0 };
+
+    hx_sb_str(&b, "{\"tokens\":[");
+    for (int64_t i = 0; i < n; i++)
+        hx_sb_printf(&b, i > 0 ? ",%d" : "%d", id[i]);
+    hx_sb_printf(&b, "],\"count\":%lld,\"max_model_len\":%lld}", (long long)n,
+                 (long long)c->info->ctx_tokens);
+    c->n_prompt = n;
+    hx_server_reply_json(c, &b);
+    hx_sb_free(&b);
+    return 0;
+}
+
+static int tokenize_chat(hx_call *c)
+{
+    hx_generate g = { .chat = true };
+    const hx_render_opt opt = { .official = c->server->official_tokens };
+    hx_err err = { 0 };
+    int32_t *id;
+    int64_t n;
+    int rc;
+
+    if ((rc = hx_openai_vars(c, &g)) != 0)
+        return rc;
+    if ((rc = hx_render(c->engine, g.vars, &opt, &id, &n, NULL, &err)) != 0)
+        return hx_server_problem_err(c, rc, "messages", &err);
+    rc = write_tokens(c, id, n);
+    hx_free(id);
+    return rc;
+}
+
+/* Byte-level tokens have at least one byte each, so text.n ids always suffice. */
+static int tokenize(hx_call *c)
+{
+    static const char *const names[] = { "content", "prompt", "text" };
+    bool special = true;
+    hx_str text = { 0 };
+    int32_t *id;
+    int64_t n;
+    int rc;
+
+    if (hx_params_get(c->body, "messages") != NULL)
+        return tokenize_chat(c);
+    for (size_t i = 0; i < HX_LEN(names) && text.p == NULL; i++)
+        if ((rc = hx_params_str(c, c->body, names[i], &text)) != 0)
+            return rc;
+    if (text.p == NULL)
+        return hx_server_problem(c, 400, "content", "missing_required_parameter",
+                                 "content: missing; a string to tokenize, or messages");
+    if ((rc = hx_params_bool(c, c->body, "parse_special", &special)) != 0)
+        return rc;
+    if ((id = hx_arena_alloc(&c->arena, HX_MAX(text.n, 1u) * sizeof *id)) == NULL)
+        return hx_server_problem(c, 413, "content", "request_too_large",
+                                 "content: %zu bytes are too many to tokenize at once",
+                                 text.n);
+    n = hx_tokenize(c->engine, text, special, id, (int64_t)text.n);
+    if (n < 0)
+        return hx_server_problem(c, 400, "content", "invalid_value", "content: %s",
+                                 hx_strerror((int)n));
+    return write_tokens(c, id, n);
+}
+
+static int detokenize(hx_call *c)
+{
+    const hx_json *list = hx_params_get(c->body, "tokens");
+    hx_utf8_stream utf8 = { 0 };
+    hx_sb text = { 0 }, b = { 0 };
+    const int32_t *id;
+    int64_t n;
+    int rc;
+
+    if (list == NULL)
+        return hx_server_problem(c, 400, "tokens", "missing_required_parameter",
+                                 "tokens: missing; a list of token ids");
+    if ((rc = hx_params_ids(c, list, "tokens", &id, &n)) != 0)
+        return rc;
+    for (int64_t i = 0; i < n; i++)
+        hx_utf8_feed(&utf8, hx_token_bytes(c->engine, id[i], NULL), &text);
+    hx_utf8_end(&utf8, &text);
+    hx_sb_str(&b, "{\"content\":");
+    hx_json_put_str(&b, (hx_str) { text.p, text.n });
+    hx_sb_str(&b, ",\"prompt\":");
+    hx_json_put_str(&b, (hx_str) { text.p, text.n });
+    hx_sb_char(&b, '}');
+    b.bad = b.bad || text.bad;
+    c->n_answer = n;
+    hx_server_reply_json(c, &b);
+    hx_sb_free(&text);
+    hx_sb_free(&b);
+    return 0;
+}
+
+/* ---- routing ----------------------------------------------------------- */
+
+static const route routes[] = {
+    { .method = "GET", .path = "/", .early = true },
+    { .method = "GET", .path = "/health", .open = true, .early = true },
+    { .method = "GET", .path = "/models", .run = models },
+    { .method = "GET", .path = "/models/", .run = model },
+    { .method = "GET", .path = "/metrics", .run = metrics },
+    { .method = "POST", .path = "/chat/completions", .run = hx_openai_chat },
+    { .method = "POST", .path = "/completions", .run = hx_completions },
+    { .method = "POST", .path = "/tokenize", .run = tokenize },
+    { .method = "POST", .path = "/detokenize", .run = detokenize },
+};
+
+static bool path_matches(const char *pattern, hx_str path)
+{
+    const size_t n = strlen(pattern);
+
+    if (n > 1 && pattern[n - 1] == '/')
+        return path.n > n && memcmp(path.p, pattern, n) == 0;
+    return hx_str_is(path, pattern);
+}
+
+static const route *find_route(hx_str path)
+{
+    if (path.n >= 3 && memcmp(path.p, "/v1", 3) == 0 &&
+        (path.n == 3 || path.p[3] == '/')) {
+        path.p += 3;
+        path.n -= 3;
+        if (path.n == 0)
+            path = HX_STR("/");
+    }
+    for (size_t i = 0; i < HX_LEN(routes); i++)
+        if (path_matches(routes[i].path, path))
+            return &routes[i];
+    return NULL;
+}
+
+/* Takes as long for a key that is nearly right as for any other of its length. */
+static bool same_key(const char *key, hx_str given)
+{
+    const size_t n = strlen(key);
+    size_t diff = n ^ given.n;
+
+    for (size_t i = 0; i < given.n; i++)
+        diff |=
+            (size_t)((unsigned char)given.p[i] ^ (unsigned char)key[n > 0 ? i % n : 0]);
+    return diff == 0;
+}
+
+static bool has_key(const hx_server *s, const hx_exchange *x)
+{
+    hx_str key = hx_http_header(x, "authorization");
+
+    if (key.n > 7 && strncasecmp(key.p, "bearer ", 7) == 0) {
+        key.p += 7;
+        key.n -= 7;
+        while (key.n > 0 && *key.p == ' ')
+            key.p++, key.n--;
+    } else {
+        key = hx_http_header(x, "x-api-key");
+    }
+    return key.p != NULL && same_key(s->api_key, key);
+}
+
+static void log_request(hx_str method, hx_str path, int status, int64_t n_prompt,
+                        int64_t n_answer, int64_t start_us)
+{
+    const bool quiet = path.n >= 7 && memcmp(path.p + path.n - 7, "/health", 7) == 0;
+
+    hx_log(quiet ? HX_LOG_DEBUG : HX_LOG_INFO,
+           "%.*s %.*s %d, %lld + %lld tokens, %.1f ms", (int)HX_MIN(method.n, 16u),
+           method.p, (int)HX_MIN(path.n, 200u), path.p, status, (long long)n_prompt,
+           (long long)n_answer, (double)(hx_now_us() - start_us) / 1e3);
+}
+
+/* Notes why a request cannot be handed to a worker; 0 when it can. */
+static int refuse(hx_server *s, const hx_exchange *x, const route *r, hx_call *c)
+{
+    if (s->api_key != NULL && (r == NULL || !r->open) && !has_key(s, x))
+        return hx_server_problem(
+            c, 401, NULL, "invalid_api_key",
+            "API key: missing or wrong; send Authorization: Bearer KEY");
+    if (r == NULL)
+        return hx_server_problem(c, 404, NULL, "not_found", "no such path: %.*s",
+                                 (int)HX_MIN(x->path.n, 100u), x->path.p);
+    if (!hx_str_is(x->method, r->method))
+        return hx_server_problem(c, 405, NULL, "method_not_allowed", "%.*s takes %s only",
+                                 (int)HX_MIN(x->path.n, 100u), x->path.p, r->method);
+    if (!r->early && !atomic_load(&s->ready))
+        return hx_server_problem(
+            c, 503, NULL, "model_loading",
+            "the model is being loaded; /health shows how far it is");
+    if (atomic_load(&s->draining) && !r->early)
+        return hx_server_problem(c, 503, NULL, "shutting_down",
+                                 "the server is shutting down");
+    return 0;
+}
+
+static bool enqueue(hx_server *s, hx_exchange *x, const route *r, int64_t start_us);
+
+/* The handler of http.c; loop thread. */
+static void route_request(void *ud, hx_exchange *x)
+{
+    hx_server *s = ud;
+    const int64_t start_us = hx_now_us();
+    const route *r = find_route(x->path);
+    hx_call c = { .server = s, .x = x };
+
+    if (refuse(s, x, r, &c) == 0 && (r->early || enqueue(s, x, r, start_us))) {
+        if (r->early)
+            log_request(x->method, x->path, r->open && !is_healthy(s) ? 503 : 200, 0, 0,
+                        start_us);
+        if (r->open)
+            answer_health(s, x);
+        else if (r->early)
+            answer_root(x);
+        return;
+    }
+    if (c.problem.status == 0)
+        hx_server_problem(&c, 503, NULL, "out_of_memory", "server: no worker is free");
+    log_request(x->method, x->path, c.problem.status, 0, 0, start_us);
+    if (c.problem.status == 405)
+        reply_problem(x, &c.problem,
+                      r->method[0] == 'G' ? "Allow: GET, HEAD, OPTIONS\r\n"
+                                          : "Allow: POST, OPTIONS\r\n");
+    else if (c.problem.status == 401)
+        reply_problem(x, &c.problem, "WWW-Authenticate: Bearer\r\n");
+    else
+        hx_server_reply_problem(&c);
+}
+
+/* ---- workers ----------------------------------------------------------- */
+
+static int parse_body(hx_call *c)
+{
+    hx_err err = { 0 };
+    int rc = hx_json_parse(&c->body, c->x->body, 128, &err);
+
+    if (rc != 0)
+        return hx_server_problem(c, rc == HX_ENOMEM ? 503 : 400, NULL, "invalid_json",
+                                 "request body: %s", err.msg);
+    if (hx_json_kind(c->body) != HX_JSON_OBJECT)
+        return hx_server_problem(c, 400, NULL, "invalid_json",
+                                 "request body: found %s, expected an object",
+                                 hx_json_kind_name(c->body));
+    return 0;
+}
+
+static void serve(hx_server *s, const job *j)
+{
+    char method[16], path[200]; /* for the log: the exchange ends before */
+    hx_call c = { .server = s, .engine = s->engine, .info = &s->info, .x = j->x };
+
+    snprintf(method, sizeof method, "%.*s", (int)HX_MIN(j->x->method.n, 15u),
+             j->x->method.p);
+    snprintf(path, sizeof path, "%.*s", (int)HX_MIN(j->x->path.n, 199u), j->x->path.p);
+    hx_arena_init(&c.arena, ARENA_MAX_BYTES);
+    if ((j->route->method[0] == 'P' && parse_body(&c) != 0) || j->route->run(&c) != 0)
+        hx_server_reply_problem(&c);
+    log_request(hx_str_c(method), hx_str_c(path), c.status, c.n_prompt, c.n_answer,
+                j->start_us);
+    hx_json_free(c.body);
+    hx_arena_reset(&c.arena);
+}
+
+/* The next job, or NULL when this worker should end. Under lock. */
+static job *next_job(hx_server *s)
+{
+    struct timespec until;
+    int rc = 0;
+
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_sec += IDLE_S;
+    s->n_idle++;
+    while (s->first == NULL && !s->closing && rc == 0)
+        rc = pthread_cond_timedwait(&s->work, &s->lock, &until);
+    s->n_idle--;
+    job *j = s->first;
+    if (j != NULL) {
+        s->first = j->next;
+        if (s->first == NULL)
+            s->last = NULL;
+        s->n_job--;
+    }
+    return j;
+}
+
+static void *work(void *ud)
+{
+    hx_server *s = ud;
+    job *j;
+
+    pthread_mutex_lock(&s->lock);
+    while ((j = next_job(s)) != NULL) {
+        pthread_mutex_unlock(&s->lock);
+        serve(s, j);
+        hx_free(j);
+        pthread_mutex_lock(&s->lock);
+    }
+    if (--s->n_worker == 0)
+        pthread_cond_broadcast(&s->gone);
+    pthread_mutex_unlock(&s->lock);
+    return NULL;
+}
+
+static bool start_worker(hx_server *s)
+{
+    pthread_attr_t attr;
+    pthread_t thread;
+    bool ok;
+
+    pthread_attr_init(&attr);
+    pthread_attr_setstacksize(&attr, STACK_BYTES);
+    pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
+    ok = pthread_create(&thread, &attr, work, s) == 0;
+    pthread_attr_destroy(&attr);
+    s->n_worker += ok;
+    return ok;
+}
+
+/* False when nobody will ever take the job. */
+static bool enqueue(hx_server *s, hx_exchange *x, const route *r, int64_t start_us)
+{
+    job *j = hx_new(job, 1);
+    bool ok = true;
+
+    if (j == NULL)
+        return false;
+    *j = (job) { .x = x, .route = r, .start_us = start_us };
+    pthread_mutex_lock(&s->lock);
+    if (s->n_idle <= s->n_job && s->n_worker < s->max_worker && !start_worker(s))
+        ok = s->n_worker > 0;
+    if (ok) {
+        if (s->last != NULL)
+            s->last->next = j;
+        else
+            s->first = j;
+        s->last = j;
+        s->n_job++;
+        pthread_cond_signal(&s->work);
+    }
+    pthread_mutex_unlock(&s->lock);
+    if (!ok)
+        hx_free(j);
+    return ok;
+}
+
+/* ---- life -------------------------------------------------------------- */
+
+static char *dup_str(const char *s)
+{
+    const size_t n = s != NULL ? strlen(s) + 1 : 0;
+    char *copy = n > 0 ? hx_alloc(n) : NULL;
+
+    if (copy != NULL)
+        memcpy(copy, s, n);
+    return copy;
+}
+
+int hx_server_open(hx_server **out, const hx_server_opt *opt, hx_err *err)
+{
+    const hx_http_opt http = { .host = opt->host,
+                               .port = opt->port,
+                               .cors = opt->cors,
+                               .max_body_bytes = opt->max_body_bytes,
+                               .max_connections = opt->max_connections };
+    hx_server *s = hx_new(hx_server, 1);
+    pthread_condattr_t clock;
+    int rc;
+
+    *out = NULL;
+    if (s == NULL)
+        return hx_fail(err, HX_ENOMEM, "server: no memory");
+    pthread_mutex_init(&s->lock, NULL);
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_cond_init(&s->work, &clock);
+    pthread_cond_init(&s->gone, &clock);
+    pthread_condattr_destroy(&clock);
+    s->official_tokens = opt->official_tokens;
+    s->drain_ms = opt->drain_ms > 0 ? opt->drain_ms : 30000;
+    s->created_s = (int64_t)time(NULL);
+    if (getrandom(&s->seed, sizeof s->seed, 0) != (ssize_t)sizeof s->seed)
+        s->seed = (uint64_t)hx_now_us();
+    s->api_key = dup_str(opt->api_key);
+    s->served_name = dup_str(opt->served_name);
+    if ((opt->api_key != NULL && s->api_key == NULL) ||
+        (opt->served_name != NULL && s->served_name == NULL)) {
+        rc = hx_fail(err, HX_ENOMEM, "server: no memory");
+        goto fail;
+    }
+    if (opt->api_key != NULL && *opt->api_key == '\0') {
+        rc = hx_fail(err, HX_EARG,
+                     "API key: empty; leave the option out for an open server");
+        goto fail;
+    }
+    if ((rc = hx_http_open(&s->http, &http, route_request, s, err)) != 0)
+        goto fail;
+    *out = s;
+    return 0;
+fail:
+    hx_server_close(s);
+    return rc;
+}
+
+int hx_server_port(const hx_server *s)
+{
+    return hx_http_port(s->http);
+}
+
+void hx_server_set_engine(hx_server *s, hx_engine *e)
+{
+    s->engine = e;
+    hx_get_info(e, &s->info);
+    pthread_mutex_lock(&s->lock);
+    s->max_worker =
+        s->info.max_streams + (int32_t)HX_MIN(s->info.max_queue, 1024) + SPARE_WORKERS;
+    pthread_mutex_unlock(&s->lock);
+    atomic_store(&s->ready, true);
+}
+
+void hx_server_set_loading(hx_server *s, uint64_t done_bytes, uint64_t total_bytes)
+{
+    atomic_store(&s->load_total, total_bytes);
+    atomic_store(&s->load_done, done_bytes);
+}
+
+/* Once the loop has returned no request comes any more, and clients are gone for those
+ * who still compute: they end by themselves. */
+int hx_server_run(hx_server *s, hx_err *err)
+{
+    const int rc = hx_http_run(s->http, err);
+
+    pthread_mutex_lock(&s->lock);
+    s->closing = true;
+    pthread_cond_broadcast(&s->work);
+    while (s->n_worker > 0)
+        pthread_cond_wait(&s->gone, &s->lock);
+    pthread_mutex_unlock(&s->lock);
+    return rc;
+}
+
+void hx_server_stop(hx_server *s)
+{
+    atomic_store(&s->draining, true);
+    hx_http_stop(s->http, s->drain_ms);
+}
+
+void hx_server_close(hx_server *s)
+{
+    if (s == NULL)
+        return;
+    hx_assert(s->n_worker == 0 && s->first == NULL);
+    hx_http_close(s->http);
+    pthread_cond_destroy(&s->work);
+    pthread_cond_destroy(&s->gone);
+    pthread_mutex_destroy(&s->lock);
+    hx_free(s->api_key);
+    hx_free(s->served_name);
+    hx_free(s);
+}

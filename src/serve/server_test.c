@@ -1,0 +1,1366 @@
+/* server_test.c - the whole server over real sockets, with tests/fake_engine.c in place
+ * of a model: routes, parameters, shapes, streams, cancelling, draining. Shapes are those
+ * of OpenAI's API reference; what an answer must say is written in the script of its
+ * prompt. */
+#include <stdarg.h>
+#include <stddef.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include <arpa/inet.h>
+#include <stdlib.h>
+#include <netinet/tcp.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "../../tests/fake_engine.c"
+#include "serve/serve.h"
+
+/* ---- a server under test ------------------------------------------------- */
+
+typedef struct {
+    hx_server *server;
+    hx_engine *engine;
+    pthread_t thread;
+    int port, rc;
+} fixture;
+
+static void *run_server(void *ud)
+{
+    fixture *f = ud;
+    hx_err err;
+
+    f->rc = hx_server_run(f->server, &err);
+    return NULL;
+}
+
+static fixture start_with(const hx_server_opt *opt, hx_engine *e)
+{
+    fixture f = { .engine = e };
+    hx_err err = { 0 };
+
+    assert_int_equal(hx_server_open(&f.server, opt, &err), 0);
+    f.port = hx_server_port(f.server);
+    return f;
+}
+
+static void go(fixture *f)
+{
+    pthread_create(&f->thread, NULL, run_server, f);
+}
+
+static fixture *start(const hx_server_opt *opt, int32_t streams, int64_t queue,
+                      int64_t ctx)
+{
+    const hx_server_opt none = { .drain_ms = 3000 };
+    fixture *f = hx_new(fixture, 1);
+
+    *f = start_with(opt != NULL ? opt : &none, fake_open(streams, queue, ctx));
+    hx_server_set_engine(f->server, f->engine);
+    go(f);
+    return f;
+}
+
+static void stop(fixture *f)
+{
+    hx_server_stop(f->server);
+    pthread_join(f->thread, NULL);
+    assert_int_equal(f->rc, 0);
+    hx_server_close(f->server);
+    fake_close(f->engine);
+    hx_free(f);
+}
+
+/* ---- a client ------------------------------------------------------------ */
+
+static int dial(int port)
+{
+    const struct timeval limit = { .tv_sec = 20 };
+    struct sockaddr_in a = { .sin_family = AF_INET,
+                             .sin_port = htons((uint16_t)port),
+                             .sin_addr = { htonl(INADDR_LOOPBACK) } };
+    const int fd = socket(AF_INET, SOCK_STREAM, 0), one = 1;
+
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+    assert_int_equal(connect(fd, (struct sockaddr *)&a, sizeof a), 0);
+    return fd;
+}
+
+static void send_request(int fd, const char *method, const char *path,
+                         const char *headers, const char *body)
+{
+    hx_sb b = { 0 };
+
+    hx_sb_printf(&b, "%s %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\n%s", method, path,
+                 headers != NULL ? headers : "");
+    if (body != NULL)
+        hx_sb_printf(&b, "Content-Type: application/json\r\nContent-Length: %zu\r\n",
+                     strlen(body));
+    hx_sb_str(&b, "\r\n");
+    hx_sb_str(&b, body != NULL ? body : "");
+    assert_int_equal(send(fd, b.p, b.n, MSG_NOSIGNAL), b.n);
+    hx_sb_free(&b);
+}
+
+typedef struct {
+    int status;
+    hx_sb raw, body;
+    hx_json *json; /* of a JSON body */
+} response;
+
+static void dechunk(response *r, char *p, char *end)
+{
+    while (p < end) {
+        char *data;
+        const size_t n = strtoul(p, &data, 16);
+
+        data += 2;
+        if (n == 0)
+            return;
+        hx_sb_add(&r->body, data, n);
+        p = data + n + 2;
+    }
+    fail_msg("chunked body has no end");
+}
+
+static response *receive(int fd)
+{
+    response *r = hx_new(response, 1);
+    char buf[65536];
+    ssize_t n;
+
+    while ((n = recv(fd, buf, sizeof buf, 0)) > 0)
+        hx_sb_add(&r->raw, buf, (size_t)n);
+    assert_int_equal(n, 0);
+    close(fd);
+    assert_int_equal(sscanf(r->raw.p, "HTTP/1.1 %d", &r->status), 1);
+    char *head_end = strstr(r->raw.p, "\r\n\r\n");
+    assert_non_null(head_end);
+    *head_end = '\0';
+    if (strstr(r->raw.p, "Transfer-Encoding: chunked") != NULL)
+        dechunk(r, head_end + 4, r->raw.p + r->raw.n);
+    else
+        hx_sb_add(&r->body, head_end + 4, (size_t)(r->raw.p + r->raw.n - head_end - 4));
+    if (strstr(r->raw.p, "application/json") != NULL && r->body.n > 0)
+        assert_int_equal(
+            hx_json_parse(&r->json, (hx_str) { r->body.p, r->body.n }, 0, NULL), 0);
+    return r;
+}
+
+static void done(response *r)
+{
+    hx_json_free(r->json);
+    hx_sb_free(&r->raw);
+    hx_sb_free(&r->body);
+    hx_free(r);
+}
+
+static response *request(const fixture *f, const char *method, const char *path,
+                         const char *body)
+{
+    const int fd = dial(f->port);
+
+    send_request(fd, method, path, NULL, body);
+    return receive(fd);
+}
+
+static response *post(const fixture *f, const char *path, const char *body)
+{
+    return request(f, "POST", path, body);
+}
+
+/* "choices.0.message.content" */
+static const hx_json *at(const hx_json *j, const char *path)
+{
+    char name[64];
+
+    while (*path != '\0' && j != NULL) {
+        const size_t n = strcspn(path, ".");
+
+        snprintf(name, sizeof name, "%.*s", (int)n, path);
+        j = hx_json_kind(j) == HX_JSON_ARRAY ? hx_json_at(j, strtoul(name, NULL, 10))
+                                             : hx_json_get(j, name);
+        path += n + (path[n] == '.');
+    }
+    return j;
+}
+
+static const char *str_at(const hx_json *j, const char *path)
+{
+    const hx_str s = hx_json_str(at(j, path));
+
+    return s.p != NULL ? s.p : "(none)";
+}
+
+#define assert_str(j, path, want) assert_string_equal(str_at(j, path), want)
+#define assert_num(j, path, want) assert_int_equal(hx_json_int(at(j, path), -12345), want)
+
+/* Chat with one user message; more: further members, begins with a comma. */
+static response *chat(const fixture *f, const char *user, const char *more)
+{
+    hx_sb b = { 0 };
+
+    hx_sb_str(&b, "{\"messages\":[{\"role\":\"user\",\"content\":");
+    hx_json_put_str(&b, hx_str_c(user));
+    hx_sb_printf(&b, "}]%s}", more);
+    response *r = post(f, "/v1/chat/completions", b.p);
+    hx_sb_free(&b);
+    return r;
+}
+
+/* ---- streams ------------------------------------------------------------- */
+
+typedef struct {
+    hx_sb content, reasoning, calls, logprobs; /* calls: name(args); */
+    char finish[32];
+    int n_chunk, n_role, n_usage, n_null_usage, n_empty, n_call;
+    int64_t completion_tokens;
+    bool done; /* [DONE] came last */
+    hx_json *error;
+} stream;
+
+static void take_delta(stream *s, const hx_json *chunk)
+{
+    const hx_json *delta = at(chunk, "choices.0.delta"), *calls = at(delta, "tool_calls");
+    const hx_str content = hx_json_str(at(delta, "content"));
+    const hx_str reasoning = hx_json_str(at(delta, "reasoning_content"));
+
+    assert_str(chunk, "object", "chat.completion.chunk");
+    s->n_role += hx_json_has(delta, "role");
+    hx_sb_add(&s->content, content.p, content.n);
+    hx_sb_add(&s->reasoning, reasoning.p, reasoning.n);
+    assert_true(hx_str_eq(reasoning, hx_json_str(at(delta, "reasoning"))));
+    for (size_t i = 0; i < hx_json_len(calls); i++) {
+        const hx_json *call = hx_json_at(calls, i);
+        const bool opens = hx_json_has(call, "id");
+
+        if (opens) {
+            assert_num(call, "index", s->n_call);
+            assert_str(call, "type", "function");
+            assert_int_equal(strncmp(str_at(call, "id"), "call_", 5), 0);
+            hx_sb_printf(&s->calls, "%s|%s|", s->n_call++ > 0 ? ";" : "",
+                         str_at(call, "function.name"));
+        } else {
+            assert_num(call, "index", s->n_call - 1);
+            assert_false(hx_json_has(at(call, "function"), "name"));
+        }
+        hx_sb_str(&s->calls, str_at(call, "function.arguments"));
+    }
+    const hx_json *lp = at(chunk, "choices.0.logprobs.content");
+    for (size_t i = 0; i < hx_json_len(lp); i++)
+        hx_sb_str(&s->logprobs, str_at(hx_json_at(lp, i), "token"));
+}
+
+static void take_chunk(stream *s, const hx_json *chunk)
+{
+    assert_true(hx_json_kind(hx_json_get(chunk, "choices")) == HX_JSON_ARRAY);
+    s->n_chunk++;
+    s->n_null_usage +=
+        hx_json_has(chunk, "usage") && hx_json_kind(at(chunk, "usage")) == HX_JSON_NULL;
+    if (hx_json_kind(at(chunk, "usage")) == HX_JSON_OBJECT) {
+        s->n_usage++;
+        s->completion_tokens = hx_json_int(at(chunk, "usage.completion_tokens"), -1);
+        assert_int_equal(hx_json_len(at(chunk, "choices")), 0);
+    }
+    if (hx_json_len(at(chunk, "choices")) == 0) {
+        s->n_empty++;
+        return;
+    }
+    assert_true(s->finish[0] == '\0');
+    take_delta(s, chunk);
+    if (hx_json_kind(at(chunk, "choices.0.finish_reason")) == HX_JSON_STRING)
+        snprintf(s->finish, sizeof s->finish, "%s",
+                 str_at(chunk, "choices.0.finish_reason"));
+}
+
+static stream *read_stream(response *r)
+{
+    stream *s = hx_new(stream, 1);
+    const char *p = r->body.p;
+
+    assert_int_equal(r->status, 200);
+    assert_non_null(strstr(r->raw.p, "text/event-stream"));
+    while (p != NULL && *p != '\0') {
+        const char *end = strstr(p, "\n\n");
+        hx_json *chunk;
+
+        assert_non_null(end);
+        assert_false(s->done);
+        if (strncmp(p, "data: [DONE]", 12) == 0) {
+            s->done = true;
+        } else if (*p != ':') {
+            assert_int_equal(strncmp(p, "data: ", 6), 0);
+            assert_int_equal(
+                hx_json_parse(&chunk, (hx_str) { p + 6, (size_t)(end - p - 6) }, 0, NULL),
+                0);
+            if (hx_json_has(chunk, "error")) {
+                s->error = chunk;
+            } else {
+                take_chunk(s, chunk);
+                hx_json_free(chunk);
+            }
+        }
+        p = end + 2;
+    }
+    return s;
+}
+
+static void free_stream(stream *s)
+{
+    hx_sb_free(&s->content);
+    hx_sb_free(&s->reasoning);
+    hx_sb_free(&s->calls);
+    hx_sb_free(&s->logprobs);
+    hx_json_free(s->error);
+    hx_free(s);
+}
+
+#define TEXT(sb) ((sb).p != NULL ? (sb).p : "")
+
+/* ---- routes -------------------------------------------------------------- */
+
+static void test_loading(void **state)
+{
+    fixture f = start_with(&(hx_server_opt) { .drain_ms = 1000 }, fake_open(1, 1, 100));
+    response *r;
+
+    (void)state;
+    hx_server_set_loading(f.server, 42, 100);
+    go(&f);
+    r = request(&f, "GET", "/health", NULL);
+    assert_int_equal(r->status, 503);
+    assert_str(r->json, "status", "loading");
+    assert_true(hx_json_num(at(r->json, "progress"), 0) == 0.42);
+    done(r);
+    r = post(&f, "/v1/chat/completions", "{}");
+    assert_int_equal(r->status, 503);
+    assert_non_null(strstr(r->raw.p, "Retry-After: 2"));
+    assert_str(r->json, "error.code", "model_loading");
+    assert_str(r->json, "error.type", "server_error");
+    done(r);
+    r = request(&f, "GET", "/", NULL);
+    assert_int_equal(r->status, 200);
+    done(r);
+    hx_server_set_engine(f.server, f.engine);
+    r = request(&f, "GET", "/health", NULL);
+    assert_int_equal(r->status, 200);
+    assert_str(r->json, "status", "ok");
+    done(r);
+    hx_server_stop(f.server);
+    pthread_join(f.thread, NULL);
+    hx_server_close(f.server);
+    fake_close(f.engine);
+}
+
+static void test_open(void **state)
+{
+    fixture *f = start(NULL, 1, 1, 100);
+    hx_server *s = (hx_server *)f;
+    hx_err err = { 0 };
+
+    (void)state;
+    assert_int_equal(hx_server_open(&s, &(hx_server_opt) { .port = f->port }, &err),
+                     HX_EIO);
+    assert_null(s);
+    assert_non_null(strstr(err.msg, "in use"));
+    assert_int_equal(hx_server_open(&s, &(hx_server_opt) { .api_key = "" }, &err),
+                     HX_EARG);
+    assert_null(s);
+    stop(f);
+}
+
+static void test_routes(void **state)
+{
+    static const struct {
+        const char *method, *path, *body;
+        int status;
+        const char *has;
+    } cases[] = {
+        { "GET", "/", NULL, 200, "Hoist" },
+        { "HEAD", "/", NULL, 200, NULL },
+        { "GET", "/health", NULL, 200, "ok" },
+        { "GET", "/v1/models", NULL, 200, "\"fake\"" },
+        { "GET", "/models/", NULL, 200, "\"fake\"" },
+        { "GET", "/v1/models/fake", NULL, 200, "\"max_model_len\":4096" },
+        { "GET", "/v1/models/other", NULL, 404, "model_not_found" },
+        { "GET", "/metrics", NULL, 200, "hoist_requests_running" },
+        { "GET", "/nothing", NULL, 404, "not_found" },
+        { "GET", "/v1/chat/completions", NULL, 405, "method_not_allowed" },
+        { "DELETE", "/v1/models", NULL, 405, "method_not_allowed" },
+        { "POST", "/tokenize", "{\"content\":\"ab<think>\"}", 200, "[97,98,256]" },
+        { "POST", "/v1/tokenize/", "{\"prompt\":\"a\"}", 200, "\"count\":1" },
+        { "POST", "/tokenize", "{\"text\":\"a\"}", 200, "\"max_model_len\":4096" },
+        { "POST", "/tokenize", "{}", 400, "\"content\"" },
+        { "POST", "/tokenize", "{\"content\":5}", 400, "\"content\"" },
+        { "POST", "/detokenize", "{\"tokens\":[104,105,226,130,172]}", 200,
+          "\"hi\xe2\x82\xac\"" },
+        { "POST", "/detokenize", "{\"tokens\":[104,-1]}", 400, "tokens[1]" },
+        { "POST", "/detokenize", "{\"tokens\":\"x\"}", 400, "\"tokens\"" },
+        { "POST", "/v1/chat/completions/",
+          "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}]}", 200, "ok" },
+        { "POST", "/chat/completions",
+          "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}]}", 200, "ok" },
+        { "POST", "/completions", "{\"prompt\":\"x\"}", 200, "text_completion" },
+    };
+    fixture *f = start(NULL, 4, 16, 4096);
+
+    (void)state;
+    for (size_t i = 0; i < HX_LEN(cases); i++) {
+        response *r = request(f, cases[i].method, cases[i].path, cases[i].body);
+
+        if (r->status != cases[i].status ||
+            (cases[i].has != NULL && strstr(TEXT(r->body), cases[i].has) == NULL))
+            fail_msg("%s %s: %d %s", cases[i].method, cases[i].path, r->status,
+                     TEXT(r->body));
+        if (r->status == 405)
+            assert_non_null(strstr(r->raw.p, "Allow: "));
+        done(r);
+    }
+    stop(f);
+}
+
+static void test_key(void **state)
+{
+    static const struct {
+        const char *path, *header;
+        int status;
+    } cases[] = {
+        { "/health", NULL, 200 },
+        { "/v1/models", NULL, 401 },
+        { "/", NULL, 401 },
+        { "/nothing", NULL, 401 },
+        { "/v1/models", "Authorization: Bearer secret\r\n", 200 },
+        { "/v1/models", "authorization: bearer secret\r\n", 200 },
+        { "/v1/models", "X-Api-Key: secret\r\n", 200 },
+        { "/v1/models", "Authorization: Bearer secre\r\n", 401 },
+        { "/v1/models", "Authorization: Bearer secrets\r\n", 401 },
+        { "/v1/models", "Authorization: Bearer \r\n", 401 },
+        { "/v1/models", "x-api-key: Secret\r\n", 401 },
+    };
+    fixture *f =
+        start(&(hx_server_opt) { .api_key = "secret", .served_name = "mine" }, 1, 1, 100);
+
+    (void)state;
+    for (size_t i = 0; i < HX_LEN(cases); i++) {
+        const int fd = dial(f->port);
+
+        send_request(fd, "GET", cases[i].path, cases[i].header, NULL);
+        response *r = receive(fd);
+        if (r->status != cases[i].status)
+            fail_msg("%s %s: %d", cases[i].path, cases[i].header, r->status);
+        if (r->status == 401)
+            assert_str(r->json, "error.code", "invalid_api_key");
+        else if (i > 0)
+            assert_str(r->json, "data.0.id", "mine");
+        done(r);
+    }
+    stop(f);
+}
+
+/* ---- requests ------------------------------------------------------------ */
+
+#define USER "\"messages\":[{\"role\":\"user\",\"content\":\"x\"}]"
+
+static void test_refused(void **state)
+{
+    static const struct {
+        const char *body, *param, *code;
+    } cases[] = {
+        { "{", "", "invalid_json" },
+        { "", "", "invalid_json" },
+        { "[]", "", "invalid_json" },
+        { "{\"messages\":[{\"role\":\"user\",\"content\":\"\xff\"}]}", "",
+          "invalid_json" },
+        { "{}", "messages", "missing_required_parameter" },
+        { "{\"messages\":null}", "messages", "missing_required_parameter" },
+        { "{\"messages\":5}", "messages", "invalid_type" },
+        { "{\"messages\":[]}", "messages", "invalid_type" },
+        { "{\"messages\":[5]}", "messages[0]", "invalid_value" },
+        { "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"},{\"role\":\"king\","
+          "\"content\":\"b\"}]}",
+          "messages[1].role", "invalid_value" },
+        { "{\"messages\":[{\"role\":\"user\",\"content\":7}]}", "messages[0].content",
+          "invalid_value" },
+        { "{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":"
+          "\"a\"},"
+          "{\"type\":\"image_url\",\"image_url\":{\"url\":\"data:,\"}}]}]}",
+          "messages[0].content[1]", "invalid_value" },
+        { "{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\"}]}]}",
+          "messages[0].content[0]", "invalid_value" },
+        { "{\"messages\":[{\"role\":\"assistant\",\"tool_calls\":[{\"function\":{"
+          "\"name\":\"f\","
+          "\"arguments\":\"{\"}}]}]}",
+          "messages[0].tool_calls[0].function", "invalid_value" },
+        { "{\"messages\":[{\"role\":\"assistant\",\"tool_calls\":[{\"function\":{"
+          "\"name\":\"f\","
+          "\"arguments\":\"[1]\"}}]}]}",
+          "messages[0].tool_calls[0].function", "invalid_value" },
+        { "{\"messages\":[{\"role\":\"assistant\",\"tool_calls\":[{\"function\":{}}]}]}",
+          "messages[0].tool_calls[0].function", "invalid_value" },
+        { "{\"messages\":[{\"role\":\"user\",\"content\":\"raise!\"}]}", "messages",
+          "invalid_value" },
+        { "{" USER ",\"tools\":{}}", "tools", "invalid_type" },
+        { "{" USER ",\"tools\":[{\"type\":\"function\"}]}", "tools[0].function",
+          "invalid_value" },
+        { "{" USER ",\"tool_choice\":\"required\"}", "tool_choice", "unsupported_value" },
+        { "{" USER
+          ",\"tool_choice\":{\"type\":\"function\",\"function\":{\"name\":\"f\"}}}",
+          "tool_choice", "unsupported_value" },
+        { "{" USER ",\"tool_choice\":\"maybe\"}", "tool_choice", "invalid_value" },
+        { "{" USER ",\"response_format\":{\"type\":\"json_object\"}}", "response_format",
+          "unsupported_value" },
+        { "{" USER ",\"response_format\":{\"type\":\"json_schema\",\"json_schema\":{}}}",
+          "response_format", "unsupported_value" },
+        { "{" USER ",\"response_format\":\"json\"}", "response_format", "invalid_type" },
+        { "{" USER ",\"guided_json\":{}}", "guided_json", "unsupported_value" },
+        { "{" USER ",\"temperature\":\"hot\"}", "temperature", "invalid_type" },
+        { "{" USER ",\"temperature\":-1}", "temperature", "invalid_value" },
+        { "{" USER ",\"top_p\":1.5}", "top_p", "invalid_value" },
+        { "{" USER ",\"min_p\":-0.1}", "min_p", "invalid_value" },
+        { "{" USER ",\"presence_penalty\":3}", "presence_penalty", "invalid_value" },
+        { "{" USER ",\"max_tokens\":0}", "max_tokens", "invalid_value" },
+        { "{" USER ",\"max_tokens\":-5}", "max_tokens", "invalid_value" },
+        { "{" USER ",\"max_tokens\":1.5}", "max_tokens", "invalid_type" },
+        { "{" USER ",\"max_completion_tokens\":\"9\"}", "max_completion_tokens",
+          "invalid_type" },
+        { "{" USER ",\"n\":0}", "n", "invalid_value" },
+        { "{" USER ",\"n\":17}", "n", "invalid_value" },
+        { "{" USER ",\"n\":true}", "n", "invalid_type" },
+        { "{" USER ",\"seed\":1e300}", "seed", "invalid_value" },
+        { "{" USER ",\"stop\":5}", "stop", "invalid_type" },
+        { "{" USER ",\"stop\":[\"a\",\"\"]}", "stop", "invalid_value" },
+        { "{" USER ",\"stop\":[\"1\",\"2\",\"3\",\"4\",\"5\",\"6\",\"7\",\"8\",\"9\","
+          "\"10\",\"11\",\"12\","
+          "\"13\",\"14\",\"15\",\"16\",\"17\"]}",
+          "stop", "invalid_value" },
+        { "{" USER ",\"stop_token_ids\":[99999]}", "stop_token_ids", "invalid_value" },
+        { "{" USER ",\"logit_bias\":{\"x\":1}}", "logit_bias", "invalid_value" },
+        { "{" USER ",\"logit_bias\":{\"5\":101}}", "logit_bias", "invalid_value" },
+        { "{" USER ",\"logit_bias\":[]}", "logit_bias", "invalid_type" },
+        { "{" USER ",\"logprobs\":3}", "logprobs", "invalid_type" },
+        { "{" USER ",\"top_logprobs\":3}", "top_logprobs", "invalid_value" },
+        { "{" USER ",\"logprobs\":true,\"top_logprobs\":21}", "top_logprobs",
+          "invalid_value" },
+        { "{" USER ",\"stream\":1}", "stream", "invalid_type" },
+        { "{" USER ",\"stream\":true,\"stream_options\":{\"include_usage\":1}}",
+          "include_usage", "invalid_type" },
+        { "{" USER ",\"model\":1}", "model", "invalid_type" },
+        { "{" USER ",\"reasoning_effort\":\"huge\"}", "reasoning_effort",
+          "invalid_value" },
+        { "{" USER ",\"chat_template_kwargs\":[]}", "chat_template_kwargs",
+          "invalid_type" },
+        { "{" USER ",\"continue_final_message\":true}", "continue_final_message",
+          "unsupported_value" },
+        { "{" USER ",\"include_stop_str_in_output\":true}", "include_stop_str_in_output",
+          "unsupported_value" },
+    };
+    fixture *f = start(NULL, 4, 16, 4096);
+
+    (void)state;
+    for (size_t i = 0; i < HX_LEN(cases); i++) {
+        response *r = post(f, "/v1/chat/completions", cases[i].body);
+        const hx_json *param = at(r->json, "error.param");
+        const bool same = cases[i].param[0] == '\0'
+                              ? hx_json_kind(param) == HX_JSON_NULL
+                              : hx_str_is(hx_json_str(param), cases[i].param);
+
+        if (r->status != 400 || !same ||
+            !hx_str_is(hx_json_str(at(r->json, "error.code")), cases[i].code))
+            fail_msg("%s: %d %s", cases[i].body, r->status, TEXT(r->body));
+        assert_str(r->json, "error.type", "invalid_request_error");
+        assert_true(hx_json_str(at(r->json, "error.message")).n > 0);
+        done(r);
+    }
+    stop(f);
+}
+
+/* What the template gets, as the fake engine renders it. */
+static void test_messages(void **state)
+{
+    static const struct {
+        const char *body, *text;
+    } cases[] = {
+        { "{" USER "}", "user:x;<think>" },
+        { "{\"messages\":[{\"role\":\"developer\",\"content\":\"d\"},{\"role\":\"user\","
+          "\"content\":[{\"type\":"
+          "\"text\",\"text\":\"a\"},{\"type\":\"text\",\"text\":\"b\"}]}]}",
+          "system:d;user:ab;<think>" },
+        { "{\"messages\":[{\"role\":\"user\",\"content\":\"q\"},{\"role\":\"assistant\","
+          "\"content\":null,"
+          "\"reasoning\":\"hm\",\"tool_calls\":[{\"id\":\"c1\",\"type\":\"function\","
+          "\"function\":{\"name\":\"f\","
+          "\"arguments\":\"{\\\"a\\\": [1, "
+          "2]}\"}},{\"function\":{\"name\":\"g\",\"arguments\":{\"b\":\"c\"}}}]},"
+          "{\"role\":\"tool\",\"tool_call_id\":null,\"content\":\"17\"}]}",
+          "user:q;assistant:(hm)!{\"name\":\"f\",\"arguments\":{\"a\":[1,2]}}!{\"name\":"
+          "\"g\",\"arguments\":"
+          "{\"b\":\"c\"}};tool:17;<think>" },
+        { "{\"messages\":[{\"role\":\"assistant\",\"reasoning_content\":\"r\",\"tool_"
+          "calls\":[{\"function\":"
+          "{\"name\":\"f\",\"arguments\":\"\"}}]}]}",
+          "assistant:(r)!{\"name\":\"f\",\"arguments\":{}};<think>" },
+        { "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"},{\"role\":\"system\","
+          "\"content\":\"s\"},"
+          "{\"role\":\"user\"}]}",
+          "user:a;system:s;user:;<think>" },
+        { "{" USER ",\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"f\"}},{"
+          "\"type\":\"web_search\"}]}",
+          "[tools=1]user:x;<think>" },
+        { "{" USER ",\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"f\"}}],"
+          "\"tool_choice\":\"none\"}",
+          "user:x;<think>" },
+        { "{" USER
+          ",\"tools\":[{\"type\":\"web_search\"}],\"parallel_tool_calls\":false}",
+          "user:x;<think>" },
+        { "{" USER ",\"reasoning_effort\":\"medium\"}", "[effort=high]user:x;<think>" },
+        { "{" USER ",\"reasoning_effort\":\"minimal\"}", "[effort=low]user:x;<think>" },
+        { "{" USER ",\"reasoning_effort\":\"xhigh\"}", "[effort=max]user:x;<think>" },
+        { "{" USER ",\"chat_template_kwargs\":{\"extra\":7,\"messages\":[],\"reasoning_"
+          "effort\":\"low\"}}",
+          "[effort=low][extra=7]user:x;<think>" },
+        { "{" USER ",\"add_generation_prompt\":false}", "user:x;" },
+        { "{\"messages\":[{\"role\":\"king\"}],\"messages\":[{\"role\":\"user\","
+          "\"content\":\"last\"}]}",
+          "user:last;<think>" },
+    };
+    fixture *f = start(NULL, 4, 16, 4096);
+
+    (void)state;
+    for (size_t i = 0; i < HX_LEN(cases); i++) {
+        response *r = post(f, "/tokenize", cases[i].body), *text;
+        hx_sb b = { 0 };
+
+        if (r->status != 200)
+            fail_msg("%s: %s", cases[i].body, TEXT(r->body));
+        text = post(f, "/detokenize", r->body.p);
+        if (!hx_str_is(hx_json_str(at(text->json, "prompt")), cases[i].text))
+            fail_msg("%s: got %s", cases[i].body, TEXT(text->body));
+        hx_sb_free(&b);
+        done(text);
+        done(r);
+    }
+    stop(f);
+}
+
+static void test_params(void **state)
+{
+    static const struct {
+        const char *more, *text;
+    } cases[] = {
+        { "", "t=0.90 p=0.95 k=0 m=0.00 r=0.00 pp=0.00 fp=0.00 max=0 min=0 eos=0 bias=0 "
+              "ids=0" },
+        { ",\"temperature\":null,\"top_p\":null,\"max_tokens\":null,\"stop\":null,"
+          "\"tools\":null,\"seed\":null,"
+          "\"user\":\"u\",\"metadata\":{},\"store\":true,\"unknown\":[1]",
+          "t=0.90 p=0.95 k=0 m=0.00 r=0.00 pp=0.00 fp=0.00 max=0 min=0 eos=0 bias=0 "
+          "ids=0" },
+        { ",\"temperature\":0,\"top_p\":0.5,\"top_k\":-1,\"min_p\":0.1,\"repetition_"
+          "penalty\":1.1,"
+          "\"presence_penalty\":-2,\"frequency_penalty\":2,\"max_tokens\":9,\"max_"
+          "completion_tokens\":8.0,"
+          "\"min_tokens\":1,\"ignore_eos\":true,\"logit_bias\":{\"5\":-100,\"6\":1.5},"
+          "\"stop_token_ids\":[1,2]",
+          "t=0.00 p=0.50 k=0 m=0.10 r=1.10 pp=-2.00 fp=2.00 max=8 min=1 eos=1 bias=2 "
+          "ids=2" },
+        { ",\"top_k\":40,\"response_format\":{\"type\":\"text\"},\"tool_choice\":"
+          "\"auto\"",
+          "t=0.90 p=0.95 k=40 m=0.00 r=0.00 pp=0.00 fp=0.00 max=0 min=0 eos=0 bias=0 "
+          "ids=0" },
+    };
+    fixture *f = start(NULL, 4, 16, 4096);
+
+    (void)state;
+    for (size_t i = 0; i < HX_LEN(cases); i++) {
+        response *r = chat(f, "[[</think>|$params]]", cases[i].more);
+
+        assert_int_equal(r->status, 200);
+        assert_str(r->json, "choices.0.message.content", cases[i].text);
+        done(r);
+    }
+    stop(f);
+}
+
+/* ---- chat ---------------------------------------------------------------- */
+
+static void test_chat(void **state)
+{
+    fixture *f = start(NULL, 4, 16, 4096);
+    response *r =
+        chat(f, "[[hm|m|</think>|Hi|\\xE2|\\x82|\\xAC|!!]]", ",\"model\":\"any\"");
+    const hx_json *j = r->json;
+
+    (void)state;
+    assert_int_equal(r->status, 200);
+    assert_int_equal(strncmp(str_at(j, "id"), "chatcmpl-", 9), 0);
+    assert_str(j, "object", "chat.completion");
+    assert_str(j, "model", "any");
+    assert_str(j, "system_fingerprint", "hoist-0.1.0");
+    assert_true(hx_json_int(at(j, "created"), 0) > 1700000000);
+    assert_str(j, "choices.0.message.role", "assistant");
+    assert_str(j, "choices.0.message.reasoning_content", "hmm");
+    assert_str(j, "choices.0.message.reasoning", "hmm");
+    assert_false(hx_json_has(at(j, "choices.0.message"), "tool_calls"));
+    assert_str(j, "choices.0.finish_reason", "stop");
+    assert_num(j, "usage.completion_tokens", 8);
+    assert_num(j, "usage.total_tokens", 8 + hx_json_int(at(j, "usage.prompt_tokens"), 0));
+    assert_num(j, "usage.completion_tokens_details.reasoning_tokens", 3);
+    assert_num(j, "usage.prompt_tokens_details.cached_tokens", 0);
+    assert_num(j, "timings.predicted_n", 8);
+    assert_true(hx_json_num(at(j, "timings.queue_ms"), -1) >= 0);
+    done(r);
+
+    /* Whole characters only; what is none becomes U+FFFD. */
+    r = chat(f, "[[</think>|\\xE2|\\x82|\\xAC|\\xFF|x]]", "");
+    assert_str(r->json, "choices.0.message.content", "\xe2\x82\xac\xef\xbf\xbdx");
+    done(r);
+
+    r = chat(f, "[[</think>|one|two|STOP|three]]", ",\"stop\":\"oST\"");
+    assert_str(r->json, "choices.0.message.content", "onetw");
+    assert_str(r->json, "choices.0.finish_reason", "stop");
+    done(r);
+
+    r = chat(f, "[[</think>|one|two|three]]", ",\"max_tokens\":2");
+    assert_str(r->json, "choices.0.message.content", "one");
+    assert_str(r->json, "choices.0.finish_reason", "length");
+    done(r);
+
+    r = chat(f, "[[</think>|a|<image>|b]]", "");
+    assert_str(r->json, "choices.0.message.content", "ab");
+    done(r);
+    r = chat(f, "[[</think>|a|<image>|b]]", ",\"skip_special_tokens\":false");
+    assert_str(r->json, "choices.0.message.content", "a<image>b");
+    done(r);
+    stop(f);
+}
+
+static void test_no_thinking(void **state)
+{
+    static const char *const more[] = {
+        ",\"reasoning_effort\":\"none\"",
+        ",\"chat_template_kwargs\":{\"enable_thinking\":false}",
+        ",\"thinking\":{\"type\":\"disabled\"}"
+    };
+    fixture *f = start(NULL, 4, 16, 4096);
+
+    (void)state;
+    for (size_t i = 0; i < HX_LEN(more); i++) {
+        response *with = chat(f, "[[Hi]]", ",\"reasoning_effort\":\"low\"");
+        response *r = chat(f, "[[Hi]]", more[i]);
+
+        assert_str(with->json, "choices.0.message.reasoning_content", "Hi");
+        assert_str(with->json, "choices.0.message.content", "");
+        assert_str(r->json, "choices.0.message.content", "Hi");
+        assert_false(hx_json_has(at(r->json, "choices.0.message"), "reasoning_content"));
+        if (i == 0)
+            assert_num(r->json, "usage.prompt_tokens",
+                       1 + hx_json_int(at(with->json, "usage.prompt_tokens"), 0));
+        done(with);
+        done(r);
+    }
+    stop(f);
+}
+
+#define TOOLS                                                                            \
+    ",\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"get_weather\","         \
+    "\"parameters\":{\"type\":"                                                          \
+    "\"object\",\"properties\":{\"city\":{\"type\":\"string\"},\"days\":{\"type\":"      \
+    "\"integer\"}}}}}]"
+
+static const char *const answers[] = {
+    "[[I| "
+    "call|.|</think>|<tool_call>|get|_weather|<arg_key>|city|</"
+    "arg_key>|<arg_value>|Lis|bon \"x\"|"
+    "</arg_value>|<arg_key>|days|</arg_key>|<arg_value>|3|</arg_value>|</tool_call>]]",
+    "[[</think>|Both|.\n|<tool_call>|get_weather|<arg_key>|city|</"
+    "arg_key>|<arg_value>|Rom|a|</arg_value>|"
+    "</tool_call>|\n|<tool_call>|get_weather|</tool_call>]]",
+    "[[think|ing|</think>|plain| text| \\u| caf\xc3\xa9|\xe2\x82\xac| end]]",
+    "[[still "
+    "thinking|<tool_call>|get_weather|<arg_key>|city|</arg_key>|<arg_value>|Oslo|</"
+    "arg_value>|</tool_call>]]",
+    "[[</think>|\n|\n|</tool_call>|x]]",
+};
+
+static void flatten_calls(const hx_json *calls, hx_sb *out)
+{
+    for (size_t i = 0; i < hx_json_len(calls); i++) {
+        const hx_json *call = hx_json_at(calls, i);
+        hx_json *args = NULL;
+
+        assert_str(call, "type", "function");
+        assert_int_equal(
+            hx_json_parse(&args, hx_json_str(at(call, "function.arguments")), 0, NULL),
+            0);
+        assert_true(hx_json_kind(args) == HX_JSON_OBJECT);
+        hx_json_free(args);
+        hx_sb_printf(out, "%s|%s|%s", i > 0 ? ";" : "", str_at(call, "function.name"),
+                     str_at(call, "function.arguments"));
+    }
+}
+
+/* Deltas add up to the unstreamed message. */
+static void test_streams(void **state)
+{
+    fixture *f = start(NULL, 4, 16, 4096);
+
+    (void)state;
+    for (size_t i = 0; i < HX_LEN(answers); i++) {
+        response *whole = chat(f, answers[i], TOOLS ",\"logprobs\":true");
+        response *r = chat(f, answers[i], TOOLS ",\"logprobs\":true,\"stream\":true");
+        stream *s = read_stream(r);
+        const hx_json *m = at(whole->json, "choices.0.message");
+        hx_sb calls = { 0 }, logprobs = { 0 };
+
+        flatten_calls(at(m, "tool_calls"), &calls);
+        assert_string_equal(TEXT(s->calls), TEXT(calls));
+        if (hx_json_kind(at(m, "content")) == HX_JSON_STRING)
+            assert_string_equal(TEXT(s->content), str_at(m, "content"));
+        else
+            assert_int_equal(strspn(TEXT(s->content), " \n"), s->content.n);
+        assert_string_equal(TEXT(s->reasoning), hx_json_has(m, "reasoning_content")
+                                                    ? str_at(m, "reasoning_content")
+                                                    : "");
+        assert_str(whole->json, "choices.0.finish_reason", s->finish);
+        const hx_json *lp = at(whole->json, "choices.0.logprobs.content");
+        for (size_t k = 0; k < hx_json_len(lp); k++)
+            hx_sb_str(&logprobs, str_at(hx_json_at(lp, k), "token"));
+        assert_string_equal(TEXT(s->logprobs), TEXT(logprobs));
+        assert_true(s->done);
+        assert_int_equal(s->n_role, 1);
+        assert_int_equal(s->n_usage + s->n_null_usage + s->n_empty, 0);
+        hx_sb_free(&calls);
+        hx_sb_free(&logprobs);
+        free_stream(s);
+        done(r);
+        done(whole);
+    }
+    stop(f);
+}
+
+static void test_tools(void **state)
+{
+    fixture *f = start(NULL, 4, 16, 4096);
+    response *r = chat(f, answers[0], TOOLS);
+
+    (void)state;
+    assert_str(r->json, "choices.0.finish_reason", "tool_calls");
+    assert_true(hx_json_kind(at(r->json, "choices.0.message.content")) == HX_JSON_NULL);
+    assert_str(r->json, "choices.0.message.tool_calls.0.function.name", "get_weather");
+    assert_str(r->json, "choices.0.message.tool_calls.0.function.arguments",
+               "{\"city\":\"Lisbon \\\"x\\\"\",\"days\":3}");
+    done(r);
+    r = chat(f, answers[1], TOOLS);
+    assert_str(r->json, "choices.0.message.content", "Both.\n");
+    assert_string_not_equal(str_at(r->json, "choices.0.message.tool_calls.0.id"),
+                            str_at(r->json, "choices.0.message.tool_calls.1.id"));
+    assert_str(r->json, "choices.0.message.tool_calls.1.function.arguments", "{}");
+    done(r);
+    /* Cut inside the second call: length wins. */
+    r = chat(f, answers[1], TOOLS ",\"max_tokens\":15");
+    assert_str(r->json, "choices.0.finish_reason", "length");
+    done(r);
+    /* Without tools the markup is text. */
+    r = chat(f, "[[</think>|<tool_call>|f|</tool_call>]]", "");
+    assert_str(r->json, "choices.0.message.content", "<tool_call>f</tool_call>");
+    assert_str(r->json, "choices.0.finish_reason", "stop");
+    done(r);
+    stop(f);
+}
+
+static void test_usage_chunk(void **state)
+{
+    fixture *f = start(NULL, 4, 16, 4096);
+    response *r = chat(f, "[[</think>|a|b]]",
+                       ",\"stream\":true,\"stream_options\":{\"include_usage\":true}");
+    stream *s = read_stream(r);
+
+    (void)state;
+    assert_int_equal(s->n_usage, 1);
+    assert_int_equal(s->n_empty, 1);
+    assert_int_equal(s->n_null_usage, s->n_chunk - 1);
+    assert_int_equal(s->completion_tokens, 3);
+    assert_non_null(strstr(r->body.p, "\"timings\""));
+    free_stream(s);
+    done(r);
+    r = chat(f, "[[</think>|a]]", ",\"stream\":true,\"stream_options\":{}");
+    assert_null(strstr(r->body.p, "usage"));
+    assert_non_null(strstr(r->body.p, "\"timings\""));
+    done(r);
+    stop(f);
+}
+
+static void test_several(void **state)
+{
+    fixture *f = start(NULL, 4, 16, 4096);
+    response *r = chat(f, "[[</think>|$seed]]", ",\"n\":3,\"seed\":7"), *other;
+
+    (void)state;
+    assert_int_equal(hx_json_len(at(r->json, "choices")), 3);
+    assert_str(r->json, "choices.0.message.content", "seed=7");
+    assert_str(r->json, "choices.1.message.content", "seed=8");
+    assert_str(r->json, "choices.2.message.content", "seed=9");
+    assert_num(r->json, "choices.2.index", 2);
+    assert_num(r->json, "usage.completion_tokens", 6);
+    assert_num(r->json, "usage.total_tokens",
+               6 + hx_json_int(at(r->json, "usage.prompt_tokens"), 0));
+    assert_true(hx_json_int(at(r->json, "usage.prompt_tokens"), 0) < 50);
+    done(r);
+    r = chat(f, "[[</think>|$seed]]", "");
+    other = chat(f, "[[</think>|$seed]]", "");
+    assert_string_not_equal(str_at(r->json, "choices.0.message.content"),
+                            str_at(other->json, "choices.0.message.content"));
+    assert_string_not_equal(str_at(r->json, "id"), str_at(other->json, "id"));
+    done(r);
+    done(other);
+    r = chat(f, "[[</think>|$seed]]", ",\"n\":2,\"seed\":1,\"stream\":true");
+    assert_non_null(strstr(r->body.p, "{\"index\":0,\"delta\":{\"content\":\"seed=1\"}"));
+    assert_non_null(strstr(r->body.p, "{\"index\":1,\"delta\":{\"content\":\"seed=2\"}"));
+    done(r);
+    stop(f);
+}
+
+static void test_logprobs(void **state)
+{
+    fixture *f = start(NULL, 4, 16, 4096);
+    response *r = chat(f, "[[no|</think>|Hi|\xc3\xa9\xc3\xa9]]",
+                       ",\"logprobs\":true,\"top_logprobs\":2");
+
+    (void)state;
+    assert_int_equal(hx_json_len(at(r->json, "choices.0.logprobs.content")), 2);
+    assert_str(r->json, "choices.0.logprobs.content.0.token", "Hi");
+    assert_true(hx_json_num(at(r->json, "choices.0.logprobs.content.0.logprob"), 1) ==
+                -0.5);
+    assert_num(r->json, "choices.0.logprobs.content.0.bytes.1", 'i');
+    assert_int_equal(
+        hx_json_len(at(r->json, "choices.0.logprobs.content.0.top_logprobs")), 2);
+    assert_str(r->json, "choices.0.logprobs.content.0.top_logprobs.1.token", "B");
+    assert_int_equal(hx_json_len(at(r->json, "choices.0.logprobs.content.1.bytes")), 4);
+    done(r);
+    r = chat(f, "[[</think>|Hi]]", ",\"logprobs\":true,\"top_logprobs\":0");
+    assert_int_equal(hx_json_len(at(r->json, "choices.0.logprobs.content")), 1);
+    assert_true(hx_json_kind(at(r->json, "choices.0.logprobs.content.0.top_logprobs")) ==
+                HX_JSON_ARRAY);
+    assert_int_equal(
+        hx_json_len(at(r->json, "choices.0.logprobs.content.0.top_logprobs")), 0);
+    done(r);
+    r = post(f, "/v1/completions",
+             "{\"prompt\":\"[[\xc3\xa9\xc3\xa9|\\\\xE2|\\\\x82|\\\\xAC|end]]\","
+             "\"logprobs\":1}");
+    assert_str(r->json, "choices.0.text",
+               "\xc3\xa9\xc3\xa9\xe2\x82\xac"
+               "end");
+    assert_str(r->json, "choices.0.logprobs.tokens.1", "bytes:\\xe2");
+    assert_num(r->json, "choices.0.logprobs.text_offset.0", 0);
+    assert_num(r->json, "choices.0.logprobs.text_offset.1", 2);
+    assert_num(r->json, "choices.0.logprobs.text_offset.4", 3);
+    assert_int_equal(hx_json_len(at(r->json, "choices.0.logprobs.top_logprobs")), 5);
+    assert_int_equal(hx_json_len(at(r->json, "choices.0.logprobs.token_logprobs")), 5);
+    assert_true(
+        hx_json_num(hx_json_get(at(r->json, "choices.0.logprobs.top_logprobs.4"), "end"),
+                    9) == 0);
+    done(r);
+    stop(f);
+}
+
+/* ---- completions --------------------------------------------------------- */
+
+static void test_completions(void **state)
+{
+    static const struct {
+        const char *body, *first, *second;
+    } cases[] = {
+        { "{\"prompt\":\"[[a|bc]]\"}", "abc", "(none)" },
+        { "{\"prompt\":[\"[[a1]]\",\"[[b1]]\"]}", "a1", "b1" },
+        { "{\"prompt\":[91,91,113,113,93,93]}", "qq", "(none)" },
+        { "{\"prompt\":[[91,91,113,113,93,93],[91,91,114,114,93,93]]}", "qq", "rr" },
+        { "{\"prompt\":\"[[$seed]]\",\"n\":2,\"seed\":1,\"best_of\":2}", "seed=1",
+          "seed=2" },
+        { "{\"prompt\":[\"[[ab]]\",\"[[cd]]\"],\"echo\":true}", "[[ab]]ab", "[[cd]]cd" },
+        { "{\"prompt\":[91,91,113,113,93,93],\"echo\":true}", "[[qq]]qq", "(none)" },
+        { "{\"prompt\":\"[[ab]]\",\"echo\":true,\"max_tokens\":0}", "[[ab]]", "(none)" },
+        { "{\"prompt\":\"[[<think>|x]]\"}", "<think>x", "(none)" },
+    };
+    fixture *f = start(NULL, 4, 16, 4096);
+
+    (void)state;
+    for (size_t i = 0; i < HX_LEN(cases); i++) {
+        response *r = post(f, "/v1/completions", cases[i].body);
+
+        if (r->status != 200)
+            fail_msg("%s: %s", cases[i].body, TEXT(r->body));
+        assert_str(r->json, "object", "text_completion");
+        assert_str(r->json, "choices.0.text", cases[i].first);
+        assert_str(r->json, "choices.1.text", cases[i].second);
+        done(r);
+    }
+    response *r = post(f, "/v1/completions",
+                       "{\"prompt\":\"ab[[cc|d]]\",\"echo\":true,\"logprobs\":2}");
+    assert_true(hx_json_kind(at(r->json, "choices.0.logprobs.token_logprobs.0")) ==
+                HX_JSON_NULL);
+    assert_true(hx_json_num(at(r->json, "choices.0.logprobs.token_logprobs.1"), 9) == -1);
+    assert_str(r->json, "choices.0.logprobs.tokens.10", "cc");
+    assert_num(r->json, "choices.0.logprobs.text_offset.11", 12);
+    assert_int_equal(hx_json_len(at(r->json, "choices.0.logprobs.top_logprobs.1")), 3);
+    done(r);
+    r = post(f, "/v1/completions",
+             "{\"prompt\":[\"[[a|b]]\",\"[[c]]\"],\"stream\":true,\"echo\":true}");
+    assert_non_null(strstr(
+        r->body.p,
+        "{\"index\":1,\"text\":\"[[c]]\",\"logprobs\":null,\"finish_reason\":null}"));
+    assert_non_null(strstr(r->body.p, "\"finish_reason\":\"stop\""));
+    assert_non_null(strstr(r->body.p, "data: [DONE]\n\n"));
+    done(r);
+    stop(f);
+}
+
+static void test_completions_refused(void **state)
+{
+    static const struct {
+        const char *body, *param;
+    } cases[] = {
+        { "{}", "prompt" },
+        { "{\"prompt\":\"\"}", "prompt" },
+        { "{\"prompt\":[]}", "prompt" },
+        { "{\"prompt\":[[]]}", "prompt[0]" },
+        { "{\"prompt\":[\"a\",\"\"]}", "prompt[1]" },
+        { "{\"prompt\":[\"a\",5]}", "prompt[1]" },
+        { "{\"prompt\":[5,\"a\"]}", "prompt" },
+        { "{\"prompt\":{}}", "prompt" },
+        { "{\"prompt\":[-1]}", "prompt" },
+        { "{\"prompt\":\"a\",\"suffix\":\"b\"}", "suffix" },
+        { "{\"prompt\":\"a\",\"best_of\":2}", "best_of" },
+        { "{\"prompt\":\"a\",\"logprobs\":21}", "logprobs" },
+        { "{\"prompt\":\"a\",\"logprobs\":true}", "logprobs" },
+        { "{\"prompt\":\"a\",\"echo\":1}", "echo" },
+        { "{\"prompt\":\"a\",\"max_tokens\":0}", "max_tokens" },
+    };
+    fixture *f = start(NULL, 4, 16, 4096);
+
+    (void)state;
+    for (size_t i = 0; i < HX_LEN(cases); i++) {
+        response *r = post(f, "/v1/completions", cases[i].body);
+
+        if (r->status != 400 ||
+            !hx_str_is(hx_json_str(at(r->json, "error.param")), cases[i].param))
+            fail_msg("%s: %d %s", cases[i].body, r->status, TEXT(r->body));
+        done(r);
+    }
+    stop(f);
+}
+
+/* ---- errors of the engine ------------------------------------------------ */
+
+static void wait_idle(const fixture *f, int64_t limit_ms)
+{
+    const int64_t start_us = hx_now_us();
+    hx_status st;
+
+    do {
+        usleep(5000);
+        hx_get_status(f->engine, &st);
+        if (hx_now_us() - start_us > limit_ms * 1000)
+            fail_msg("still %lld running, %lld waiting", (long long)st.running,
+                     (long long)st.waiting);
+    } while (st.running + st.waiting > 0);
+}
+
+static void wait_state(const fixture *f, int64_t running, int64_t waiting)
+{
+    hx_status st;
+
+    for (int i = 0; i < 2000; i++) {
+        hx_get_status(f->engine, &st);
+        if (st.running == running && st.waiting == waiting)
+            return;
+        usleep(2000);
+    }
+    fail_msg("%lld running, %lld waiting", (long long)st.running, (long long)st.waiting);
+}
+
+static void test_overflow(void **state)
+{
+    fixture *f = start(NULL, 1, 1, 20);
+    response *r = post(f, "/v1/completions",
+                       "{\"prompt\":\"01234567890123456789\",\"stream\":true}");
+
+    (void)state;
+    assert_int_equal(r->status, 400);
+    assert_str(r->json, "error.code", "context_length_exceeded");
+    assert_str(r->json, "error.type", "invalid_request_error");
+    assert_num(r->json, "error.n_prompt_tokens", 20);
+    assert_num(r->json, "error.n_ctx", 20);
+    assert_non_null(strstr(str_at(r->json, "error.message"), "20"));
+    done(r);
+    r = post(f, "/v1/completions",
+             "{\"prompt\":\"01234567890123456789\",\"echo\":true,\"max_tokens\":0,"
+             "\"logprobs\":1}");
+    assert_int_equal(r->status, 400);
+    assert_str(r->json, "error.code", "context_length_exceeded");
+    done(r);
+    r = post(f, "/v1/completions", "{\"prompt\":\"[[a|b|c|d]]78901234\"}");
+    assert_int_equal(r->status, 200);
+    assert_str(r->json, "choices.0.finish_reason", "length");
+    assert_str(r->json, "choices.0.text", "a");
+    done(r);
+    stop(f);
+}
+
+static void test_queue_full(void **state)
+{
+    fixture *f = start(NULL, 1, 1, 4096);
+    const int a = dial(f->port), b = dial(f->port);
+    static const char slow[] = "{\"prompt\":\"[[{prefill=60000}a|b]]\"}";
+    response *r;
+
+    (void)state;
+    send_request(a, "POST", "/v1/completions", NULL, slow);
+    wait_state(f, 1, 0);
+    send_request(b, "POST", "/v1/completions", NULL, slow);
+    wait_state(f, 1, 1);
+    r = post(f, "/v1/completions", "{\"prompt\":\"x\",\"stream\":true}");
+    assert_int_equal(r->status, 429);
+    assert_str(r->json, "error.type", "rate_limit_error");
+    assert_non_null(strstr(r->raw.p, "Retry-After: "));
+    done(r);
+    close(a);
+    close(b);
+    wait_idle(f, 1000);
+    stop(f);
+}
+
+static void test_engine_error(void **state)
+{
+    fixture *f = start(NULL, 2, 4, 4096);
+    response *r = chat(f, "[[{error=2}</think>|a|b|c]]", "");
+    stream *s;
+
+    (void)state;
+    assert_int_equal(r->status, 500);
+    assert_str(r->json, "error.type", "server_error");
+    assert_str(r->json, "error.message", "device: broke as the script says");
+    done(r);
+    r = chat(f, "[[{error=2}</think>|a|b|c]]", ",\"stream\":true");
+    s = read_stream(r);
+    assert_string_equal(TEXT(s->content), "a");
+    assert_false(s->done);
+    assert_str(s->error, "error.message", "device: broke as the script says");
+    free_stream(s);
+    done(r);
+    /* One of two answers breaks: the other is cancelled. */
+    r = post(f, "/v1/completions",
+             "{\"prompt\":[\"[[{error=0}a]]\",\"[[{prefill=60000}a]]\"]}");
+    assert_int_equal(r->status, 500);
+    done(r);
+    wait_idle(f, 1000);
+    stop(f);
+}
+
+/* ---- clients that leave -------------------------------------------------- */
+
+static void test_gone(void **state)
+{
+    static const char *const bodies[] = {
+        "{\"prompt\":\"[[{prefill=60000}a|b]]\"}",
+        "{\"prompt\":\"[[{prefill=60000}a|b]]\",\"stream\":true}",
+        "{\"prompt\":\"[[{delay=20,repeat=5000}a|b]]\"}",
+        "{\"prompt\":\"[[{delay=20,repeat=5000}a|b]]\",\"stream\":true,\"n\":2}",
+    };
+    fixture *f = start(NULL, 1, 16, 8192);
+
+    (void)state;
+    for (size_t i = 0; i < HX_LEN(bodies); i++) {
+        const int first = dial(f->port);
+
+        send_request(first, "POST", "/v1/completions", NULL, bodies[i]);
+        wait_state(f, 1, i == 3 ? 1 : 0);
+        const int second = dial(f->port);
+        send_request(second, "POST", "/v1/completions", NULL, bodies[i & 1]);
+        wait_state(f, 1, i == 3 ? 2 : 1);
+        usleep(30000);
+        close(second); /* in the queue */
+        for (int k = 0; k < 200; k++) {
+            hx_status st;
+            hx_get_status(f->engine, &st);
+            if (st.waiting == (i == 3 ? 1 : 0))
+                break;
+            assert_true(k < 199);
+            usleep(5000);
+        }
+        close(first); /* in prefill, in decode */
+        wait_idle(f, 1000);
+    }
+    response *r = chat(f, "[[</think>|fine]]", "");
+    assert_str(r->json, "choices.0.message.content", "fine");
+    done(r);
+    stop(f);
+}
+
+/* ---- many at once -------------------------------------------------------- */
+
+typedef struct {
+    const fixture *f;
+    int i, n_token;
+    bool ok;
+} client;
+
+static void *one_client(void *ud)
+{
+    client *c = ud;
+    char prompt[64];
+    response *r;
+    hx_sb want = { 0 };
+
+    snprintf(prompt, sizeof prompt, "[[{delay=2,repeat=%d}c%d|x]]", c->n_token / 2, c->i);
+    for (int k = 0; k < c->n_token / 2; k++)
+        hx_sb_printf(&want, "c%dx", c->i);
+    r = chat(c->f, prompt, ",\"reasoning_effort\":\"none\",\"stream\":true");
+    stream *s = read_stream(r);
+    c->ok = strcmp(TEXT(s->content), want.p) == 0 && s->done;
+    hx_sb_free(&want);
+    free_stream(s);
+    done(r);
+    return NULL;
+}
+
+static void test_many(void **state)
+{
+    enum { N = 64 };
+    fixture *f = start(NULL, 64, 64, 8192);
+    pthread_t thread[N];
+    client c[N];
+
+    (void)state;
+    for (int i = 0; i < N; i++) {
+        c[i] = (client) { .f = f, .i = i, .n_token = 100 };
+        pthread_create(&thread[i], NULL, one_client, &c[i]);
+    }
+    for (int i = 0; i < N; i++) {
+        pthread_join(thread[i], NULL);
+        assert_true(c[i].ok);
+    }
+    wait_idle(f, 1000);
+    stop(f);
+}
+
+static double cpu_us(void)
+{
+    struct rusage u;
+
+    getrusage(RUSAGE_SELF, &u);
+    return (double)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) * 1e6 +
+           (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec);
+}
+
+/* A process of its own, so that the clients do not count: n requests at once, all read to
+ * their ends. Exit status 0 when every answer ended with [DONE]. */
+static pid_t fork_clients(int port, int n, const char *body)
+{
+    const pid_t pid = fork();
+    int fd[64], n_done = 0;
+    char buf[65536];
+
+    if (pid != 0)
+        return pid;
+    for (int i = 0; i < n; i++) {
+        fd[i] = dial(port);
+        send_request(fd[i], "POST", "/v1/completions", NULL, body);
+    }
+    for (int i = 0; i < n; i++) {
+        ssize_t got, last = 0;
+
+        while ((got = recv(fd[i], buf, sizeof buf, 0)) > 0)
+            last = got;
+        n_done += memmem(buf, (size_t)last, "0\r\n\r\n", 5) != NULL;
+    }
+    _exit(n_done == n ? 0 : 1);
+}
+
+/* Figures, with bounds that only a blunder exceeds. CPU of the server's threads and of
+ * the fake engine, per token at 32 streams of 100 tokens/s; wall time of a short request.
+ */
+static void test_cost(void **state)
+{
+    enum { N = 32, TOKENS = 200, REQUESTS = 200 };
+    fixture *f = start(NULL, N, 64, 8192);
+    double us = cpu_us();
+    int status = -1;
+    char body[200];
+
+    (void)state;
+    snprintf(body, sizeof body,
+             "{\"prompt\":\"[[{delay=10,repeat=%d}token]]\",\"stream\":true}", TOKENS);
+    waitpid(fork_clients(f->port, N, body), &status, 0);
+    assert_int_equal(status, 0);
+    us = (cpu_us() - us) / (N * TOKENS);
+    const int64_t start_us = hx_now_us();
+    for (int i = 0; i < REQUESTS; i++)
+        done(chat(f, "[[</think>|x]]", ""));
+    const double request_us = (double)(hx_now_us() - start_us) / REQUESTS;
+    print_message("server: %.1f us of CPU per token at %d streams, %.0f us per request\n",
+                  us, N, request_us);
+    assert_true(us < 2000 && request_us < 100000);
+    stop(f);
+}
+
+/* ---- the end ------------------------------------------------------------- */
+
+static void test_drain(void **state)
+{
+    fixture *f = start(&(hx_server_opt) { .drain_ms = 400 }, 4, 16, 8192);
+    const int ends = dial(f->port), lasts = dial(f->port);
+    response *r;
+    stream *s;
+
+    (void)state;
+    send_request(ends, "POST", "/v1/chat/completions", NULL,
+                 "{\"messages\":[{\"role\":\"user\",\"content\":\"[[{delay=20}</"
+                 "think>|a|b|c|d|e]]\"}],\"stream\":true}");
+    send_request(lasts, "POST", "/v1/completions", NULL,
+                 "{\"prompt\":\"[[{prefill=60000}a]]\"}");
+    wait_state(f, 2, 0);
+    const int64_t start_us = hx_now_us();
+    hx_server_stop(f->server);
+    r = receive(ends);
+    s = read_stream(r);
+    assert_string_equal(TEXT(s->content), "abcde");
+    assert_true(s->done);
+    free_stream(s);
+    done(r);
+    pthread_join(f->thread, NULL);
+    assert_in_range(hx_now_us() - start_us, 100000, 3000000);
+    assert_int_equal(f->rc, 0);
+    close(lasts);
+    hx_server_close(f->server);
+    fake_close(f->engine);
+    hx_free(f);
+}
+
+static void test_no_leaks(void **state)
+{
+    (void)state;
+    assert_int_equal(hx_test_live_allocs(), 0);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_open),         cmocka_unit_test(test_loading),
+        cmocka_unit_test(test_routes),       cmocka_unit_test(test_key),
+        cmocka_unit_test(test_refused),      cmocka_unit_test(test_messages),
+        cmocka_unit_test(test_params),       cmocka_unit_test(test_chat),
+        cmocka_unit_test(test_no_thinking),  cmocka_unit_test(test_streams),
+        cmocka_unit_test(test_tools),        cmocka_unit_test(test_usage_chunk),
+        cmocka_unit_test(test_several),      cmocka_unit_test(test_logprobs),
+        cmocka_unit_test(test_completions),  cmocka_unit_test(test_completions_refused),
+        cmocka_unit_test(test_overflow),     cmocka_unit_test(test_queue_full),
+        cmocka_unit_test(test_engine_error), cmocka_unit_test(test_gone),
+        cmocka_unit_test(test_many),         cmocka_unit_test(test_cost),
+        cmocka_unit_test(test_drain),        cmocka_unit_test(test_no_leaks),
+    };
+
+    return cmocka_run_group_tests_name("server", tests, NULL, NULL);
+}

@@ -1,0 +1,150 @@
+/* grammar.h - constrained decoding: which tokens may come next. Part of text.h.
+ *
+ * A grammar is compiled from a JSON schema, a regular expression, GBNF rules, a list of
+ * choices or a tree of pieces. It holds a byte-level pushdown automaton and a bounded
+ * cache of the states met so far with their masks. A matcher is a place in it: a plain
+ * value of fixed size, so going back is assigning an older copy. Nothing allocates after
+ * hx_grammar_open().
+ *
+ * Threads: a vocabulary is shared freely; a grammar and its matchers belong to one thread
+ * at a time. */
+#ifndef HX_GRAMMAR_H
+#define HX_GRAMMAR_H
+
+#include "base/base.h"
+
+/* ---- vocabulary ------------------------------------------------------ */
+
+typedef struct hx_vocab hx_vocab;
+
+typedef struct {
+    const hx_str  *bytes;    /* [n_token] of each id, {NULL, 0} where it has none. The array
+                              * is copied, the bytes must outlive the vocabulary */
+    const bool    *special;  /* [n_token] ids never taken for their bytes, only where a
+                              * grammar names them: added tokens. NULL: none */
+    int32_t        n_token;
+    int32_t        n_vocab;  /* bits of a mask, at least n_token; the rest is never set */
+    const int32_t *end;      /* [n_end] ids that end an answer: allowed exactly where the
+                              * grammar is complete */
+    int32_t        n_end;
+} hx_vocab_opt;
+
+/* Tokens of more than 512 bytes are never allowed. Errors: HX_EARG, HX_ENOMEM. */
+int  hx_vocab_open(hx_vocab **out, const hx_vocab_opt *opt, hx_err *err);
+void hx_vocab_close(hx_vocab *v);
+
+/* ---- limits ---------------------------------------------------------- */
+
+/* X(name, default, what is counted). Beyond one: HX_ELIMIT, and the sentence has its name.
+ * The defaults keep hx_grammar_open() under 100 ms and a mask under 100 ms for any source
+ * (Zen 3, 2.5 GHz). */
+#define HX_GRAMMAR_LIMITS(X)                                                             \
+    X(source_bytes, 1 << 20, "bytes of source")                                          \
+    X(nesting, 128, "levels of nesting in the source")                                   \
+    X(repeat, 100000, "as the bound of a quantifier")                                    \
+    X(rules, 1 << 15, "rules")                                                           \
+    X(nodes, 1 << 18, "nodes of the parsed source")                                      \
+    X(states, 1 << 16, "states")                                                         \
+    X(steps, 3000000, "steps of compiling")                                              \
+    X(memory_bytes, 64 << 20, "bytes of memory to compile in")                           \
+    X(cache_bytes, 16 << 20, "bytes of cached states and masks")                         \
+    X(depth, HX_MATCHER_FRAMES / 2, "open rules while matching")                         \
+    X(mask_steps, 6000000, "steps for one mask")
+
+typedef struct {
+#define X(name, dflt, text) uint32_t name;    /* 0: the default */
+    HX_GRAMMAR_LIMITS(X)
+#undef X
+    bool open_objects;       /* JSON schema: objects with "properties" but neither
+                              * "additionalProperties" nor "unevaluatedProperties" take
+                              * undeclared members, and tuples undeclared elements, as the
+                              * standard says; default: they do not, as in strict function
+                              * calling */
+} hx_grammar_opt;
+
+/* ---- grammar --------------------------------------------------------- */
+
+typedef struct hx_grammar hx_grammar;
+
+/* JSON is written compactly or with one space after "," and ":"; objects have their
+ * members in the order of the schema.
+ *   JSON         any object; source is not read
+ *   JSON_SCHEMA  docs in grammar_schema.c say which keywords are exact, near or refused
+ *   REGEX        ECMA-262 without flags, look-around, back-references, \b and \p; matches
+ *                the whole text
+ *   EBNF         GBNF as llama.cpp reads it; begins at the rule "root"
+ *   CHOICE       a JSON array of strings */
+typedef enum {
+    HX_GRAMMAR_NONE, HX_GRAMMAR_JSON, HX_GRAMMAR_JSON_SCHEMA, HX_GRAMMAR_REGEX,
+    HX_GRAMMAR_EBNF, HX_GRAMMAR_CHOICE
+} hx_grammar_kind;
+
+/* A composed grammar, for markup around others. */
+typedef enum {
+    HX_PIECE_BYTES,          /* text as it is */
+    HX_PIECE_TOKEN,          /* the token id, special or not */
+    HX_PIECE_GRAMMAR,        /* a grammar of kind grammar from the source text */
+    HX_PIECE_ANY,            /* any UTF-8 text, also none */
+    HX_PIECE_UNTIL,          /* any UTF-8 text up to the first occurrence of text, with it */
+    HX_PIECE_SEQ,            /* all children in order */
+    HX_PIECE_ALT,            /* one of the children */
+    HX_PIECE_REPEAT          /* the children in order, min to max times (max -1: no end) */
+} hx_piece_kind;
+
+typedef struct hx_piece {
+    hx_piece_kind   kind;
+    hx_str          text;
+    hx_grammar_kind grammar;
+    int32_t         token, min, max;
+    const struct hx_piece *child;        /* [n_child] */
+    size_t          n_child;
+} hx_piece;
+
+/* Compiles. v may be NULL: then only bytes can be matched; it must outlive the grammar.
+ * opt may be NULL. Errors: HX_EFORMAT (with the place), HX_EUNSUP (which construct),
+ * HX_ELIMIT (which limit), HX_ENOMEM. Freed with hx_grammar_close(). */
+int  hx_grammar_open(hx_grammar **out, const hx_vocab *v, hx_grammar_kind kind,
+                     hx_str source, const hx_grammar_opt *opt, hx_err *err);
+int  hx_grammar_open_pieces(hx_grammar **out, const hx_vocab *v, const hx_piece *root,
+                            const hx_grammar_opt *opt, hx_err *err);
+void hx_grammar_close(hx_grammar *g);
+
+/* ---- matcher --------------------------------------------------------- */
+
+enum { HX_MATCHER_ITEMS = 512, HX_MATCHER_FRAMES = 256 };
+
+/* Copy it freely; look at nothing inside. An item is a state of the automaton above a
+ * stack of frames; stacks share their lower frames. */
+typedef struct {
+    hx_grammar *g;
+    uint32_t    epoch, config;   /* where the grammar's cache has this state */
+    uint16_t    n_item, n_frame;
+    bool        complete, ended;
+    struct { uint32_t state, frame; } item[HX_MATCHER_ITEMS];
+    struct { uint32_t ret, count, parent; } frame[HX_MATCHER_FRAMES];
+} hx_matcher;
+
+void hx_grammar_start(hx_grammar *g, hx_matcher *m);
+
+/* 0: taken. HX_EFORMAT: not allowed here; HX_ELIMIT: allowed, but it needs more open rules
+ * than a matcher holds. m is then as it was. An end id is taken where the grammar is
+ * complete; nothing is after it. */
+int hx_grammar_accept(hx_matcher *m, int32_t id);
+int hx_grammar_accept_bytes(hx_matcher *m, hx_str bytes);
+
+/* mask[(n_vocab + 31) / 32]: bit id % 32 of word id / 32 tells whether the id may come
+ * next. HX_ELIMIT: more than mask_steps, or nothing may come (mask is then all zero).
+ * HX_EARG: the grammar was opened without a vocabulary. */
+int hx_grammar_mask(hx_matcher *m, uint32_t *mask, hx_err *err);
+
+typedef enum {
+    HX_GRAMMAR_OPEN,             /* more must come */
+    HX_GRAMMAR_MAY_END,
+    HX_GRAMMAR_MUST_END          /* complete, and nothing can follow but an end id */
+} hx_grammar_state;
+hx_grammar_state hx_grammar_done(const hx_matcher *m);
+
+/* The bytes that must come next, at most cap of them; 0 where there is a choice. */
+size_t hx_grammar_forced(hx_matcher *m, char *out, size_t cap);
+
+#endif

@@ -1,0 +1,388 @@
+/* grammar_ebnf.c - GBNF, the rule notation of llama.cpp, as IR.
+ *
+ * Called by grammar.c. Read are rules "name ::= alternatives" with literals, classes, ".",
+ * groups, "*", "+", "?", "{m,n}", comments, and tokens by id as <[123]>. A rule ends with
+ * its line unless inside parentheses or behind "|". Left recursion is refused later, by
+ * the analysis of the automaton. */
+#include "text/grammar_ir.h"
+
+typedef HX_VEC(hx_ref) refs;
+typedef struct { uint32_t rule, next; bool defined; } name;
+
+typedef struct {
+    hx_ir *ir;
+    const char *p;
+    size_t n, i;
+    uint32_t depth;
+    HX_VEC(name)     name;           /* [0] is not used */
+    HX_VEC(uint32_t) slot;           /* hash table of names: chains */
+    HX_VEC(hx_range) set;            /* of the class being read */
+} parser;
+
+enum { SLOTS = 1024 };
+
+static int fail(parser *s, const char *what)
+{
+    int line = 1;
+
+    for (size_t i = 0; i < s->i && i < s->n; i++)
+        line += s->p[i] == '\n';
+    return hx_ir_fail(s->ir, HX_EFORMAT, "grammar: line %d: %s", line, what);
+}
+
+static int peek(const parser *s)
+{
+    return s->i < s->n ? (uint8_t)s->p[s->i] : -1;
+}
+
+static bool eat(parser *s, const char *lit)
+{
+    const size_t n = strlen(lit);
+
+    if (s->n - s->i < n || memcmp(s->p + s->i, lit, n) != 0)
+        return false;
+    s->i += n;
+    return true;
+}
+
+static void skip_space(parser *s, bool lines)
+{
+    for (int c; (c = peek(s)) >= 0; s->i++) {
+        if (c == '#') {
+            while (peek(s) >= 0 && peek(s) != '\n' && peek(s) != '\r')
+                s->i++;
+            s->i--;
+        } else if (c != ' ' && c != '\t' && !(lines && (c == '\n' || c == '\r'))) {
+            return;
+        }
+    }
+}
+
+static bool is_word(int c)
+{
+    return (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z') ||
+           c == '-' || c == '_';
+}
+
+/* ---- names ----------------------------------------------------------- */
+
+static hx_str read_name(parser *s)
+{
+    hx_str w = { s->p + s->i, 0 };
+
+    while (is_word(peek(s))) {
+        s->i++;
+        w.n++;
+    }
+    if (w.n == 0)
+        fail(s, "expected a rule's name");
+    return w;
+}
+
+/* The entry of a name, made when it is new; NULL after an error. */
+static name *name_of(parser *s, hx_str w)
+{
+    uint32_t hash = 2166136261u;
+
+    for (size_t i = 0; i < w.n; i++)
+        hash = (hash ^ (uint8_t)w.p[i]) * 16777619u;
+    uint32_t *const head = &s->slot.p[hash % SLOTS];
+
+    for (uint32_t k = *head; k != 0; k = s->name.p[k].next)
+        if (!hx_ir_work(s->ir, 1))
+            return NULL;
+        else if (hx_str_eq(s->ir->rule.p[s->name.p[k].rule].name, w))
+            return &s->name.p[k];
+    if (!HX_PUSH(s->ir, s->name, 1))
+        return NULL;
+    name *const new_name = &s->name.p[s->name.n - 1];
+
+    new_name->rule = hx_ir_rule_new(s->ir, w);
+    new_name->next = *head;
+    *head = s->name.n - 1;
+    return s->ir->rc == 0 ? new_name : NULL;
+}
+
+/* ---- characters ------------------------------------------------------ */
+
+static uint32_t read_hex(parser *s, int n)
+{
+    uint32_t v = 0;
+
+    for (int i = 0; i < n; i++, s->i++) {
+        const int c = peek(s), letter = c | 0x20;
+
+        if (c >= '0' && c <= '9')
+            v = v * 16 + (uint32_t)(c - '0');
+        else if (letter >= 'a' && letter <= 'f')
+            v = v * 16 + (uint32_t)(letter - 'a' + 10);
+        else
+            fail(s, "bad hexadecimal escape");
+    }
+    if (v > 0x10ffff || (v >= 0xd800 && v < 0xe000))
+        fail(s, "an escape that is no character");
+    return v;
+}
+
+static uint32_t read_char(parser *s)
+{
+    static const char letter[] = "trn\\\"[]", value[] = "\t\r\n\\\"[]";
+    uint32_t cp = 0;
+
+    if (!eat(s, "\\")) {
+        const int len = hx_utf8_next(s->p + s->i, s->n - s->i, &cp);
+
+        if (len <= 0)
+            fail(s, "unexpected end");
+        else
+            s->i += (size_t)len;
+        return cp;
+    }
+    const int c = peek(s);
+    const char *at = c > 0 ? strchr(letter, c) : NULL;
+
+    s->i++;
+    if (at != NULL)
+        return (uint8_t)value[at - letter];
+    if (c == 'x' || c == 'u' || c == 'U')
+        return read_hex(s, c == 'x' ? 2 : c == 'u' ? 4 : 8);
+    fail(s, "unknown escape");
+    return 0;
+}
+
+static hx_ref read_literal(parser *s)
+{
+    hx_sb text = { 0 };
+    hx_ref e;
+
+    while (s->ir->rc == 0 && !eat(s, "\"")) {
+        char utf8[4];
+
+        if (peek(s) < 0 || peek(s) == '\n')
+            fail(s, "literal without its second quote");
+        else
+            hx_sb_add(&text, utf8, (size_t)hx_utf8_put(read_char(s), utf8));
+    }
+    if (text.bad)
+        hx_ir_fail(s->ir, HX_ENOMEM, "grammar: no memory for a literal");
+    e = hx_ir_lit(s->ir, text.p, text.n);
+    hx_sb_free(&text);
+    return e;
+}
+
+static hx_ref read_class(parser *s)
+{
+    const bool invert = eat(s, "^");
+    uint32_t n;
+
+    s->set.n = 0;
+    while (s->ir->rc == 0 && !eat(s, "]")) {
+        uint32_t lo, hi;
+
+        if (peek(s) < 0) {
+            fail(s, "class without \"]\"");
+            break;
+        }
+        lo = hi = read_char(s);
+        if (peek(s) == '-' && s->i + 1 < s->n && s->p[s->i + 1] != ']') {
+            s->i++;
+            hi = read_char(s);
+        }
+        if (hi < lo)
+            fail(s, "range out of order");
+        if (HX_PUSH(s->ir, s->set, 1))
+            s->set.p[s->set.n - 1] = (hx_range) { lo, hi };
+    }
+    n = (uint32_t)hx_range_norm(s->set.p, s->set.n);
+    if (!invert)
+        return hx_ir_set(s->ir, s->set.p, n, false);
+    if (!HX_PUSH(s->ir, s->set, n + 1 + s->set.n))
+        return HX_NONE;
+    hx_range *const out = s->set.p + n;
+    return hx_ir_set(s->ir, out, hx_range_invert(s->set.p, n, out), false);
+}
+
+/* ---- rules ----------------------------------------------------------- */
+
+static bool read_number(parser *s, uint32_t *out)
+{
+    const size_t first = s->i;
+    uint64_t v = 0;
+
+    for (int c; (c = peek(s)) >= '0' && c <= '9'; s->i++)
+        v = HX_MIN(v * 10 + (uint64_t)(c - '0'), HX_IR_NO_END - 1);
+    *out = (uint32_t)v;
+    return s->i > first;
+}
+
+static void read_braces(parser *s, uint32_t *min, uint32_t *max)
+{
+    skip_space(s, true);
+    *min = 0;
+    if (!read_number(s, min) && peek(s) != ',')
+        fail(s, "expected a number");
+    *max = *min;
+    skip_space(s, true);
+    if (eat(s, ",")) {
+        skip_space(s, true);
+        if (!read_number(s, max))
+            *max = HX_IR_NO_END;
+        skip_space(s, true);
+    }
+    if (!eat(s, "}"))
+        fail(s, "\"{\" without \"}\"");
+    if (*min > s->ir->opt.repeat || (*max != HX_IR_NO_END && *max > s->ir->opt.repeat))
+        hx_ir_over(s->ir, "repeat");
+    if (*min > *max)
+        fail(s, "bounds out of order");
+}
+
+/* Applies all quantifiers that follow. */
+static hx_ref quantify(parser *s, hx_ref e)
+{
+    while (s->ir->rc == 0) {
+        uint32_t min = 0, max = HX_IR_NO_END;
+
+        if (eat(s, "+"))
+            min = 1;
+        else if (eat(s, "?"))
+            max = 1;
+        else if (eat(s, "{"))
+            read_braces(s, &min, &max);
+        else if (!eat(s, "*"))
+            break;
+        e = hx_ir_rep(s->ir, e, min, max, HX_REP_AUTO);
+    }
+    return e;
+}
+
+static hx_ref read_token(parser *s)
+{
+    uint32_t id = 0;
+
+    if (!eat(s, "[") || !read_number(s, &id) || !eat(s, "]>") || id > INT32_MAX)
+        fail(s, "expected a token as <[id]>");
+    return hx_ir_token(s->ir, (int32_t)id);
+}
+
+static hx_ref read_alternatives(parser *s, bool nested);
+
+/* false: no element begins here. */
+static bool read_element(parser *s, hx_ref *e)
+{
+    const name *w;
+
+    if (eat(s, "\"")) {
+        *e = read_literal(s);
+    } else if (eat(s, "[")) {
+        *e = read_class(s);
+    } else if (eat(s, ".")) {
+        *e = hx_ir_set(s->ir, &(hx_range) { 0, 0x10ffff }, 1, false);
+    } else if (eat(s, "<")) {
+        *e = read_token(s);
+    } else if (eat(s, "(")) {
+        skip_space(s, true);
+        *e = read_alternatives(s, true);
+        if (!eat(s, ")"))
+            fail(s, "\"(\" without \")\"");
+    } else if (is_word(peek(s))) {
+        w = name_of(s, read_name(s));
+        *e = w == NULL ? HX_NONE : hx_ir_call(s->ir, w->rule);
+    } else {
+        return false;
+    }
+    return true;
+}
+
+static hx_ref read_sequence(parser *s, bool nested)
+{
+    refs list = { 0 };
+    hx_ref e = HX_NONE;
+
+    while (s->ir->rc == 0 && read_element(s, &e)) {
+        e = quantify(s, e);
+        skip_space(s, nested);
+        /* A quantifier may also stand apart. */
+        e = quantify(s, e);
+        skip_space(s, nested);
+        if (HX_PUSH(s->ir, list, 1))
+            list.p[list.n - 1] = e;
+    }
+    e = hx_ir_seq(s->ir, list.p, list.n);
+    hx_free(list.p);
+    return e;
+}
+
+static hx_ref read_alternatives(parser *s, bool nested)
+{
+    refs list = { 0 };
+    hx_ref e;
+
+    if (++s->depth > s->ir->opt.nesting)
+        hx_ir_over(s->ir, "nesting");
+    do {
+        skip_space(s, true);
+        e = read_sequence(s, nested);
+        if (HX_PUSH(s->ir, list, 1))
+            list.p[list.n - 1] = e;
+    } while (s->ir->rc == 0 && eat(s, "|"));
+    s->depth--;
+    e = hx_ir_alt(s->ir, list.p, list.n);
+    hx_free(list.p);
+    return e;
+}
+
+static void read_rule(parser *s)
+{
+    const hx_str w = read_name(s);
+    name *n;
+    hx_ref body;
+
+    skip_space(s, false);
+    if (!eat(s, "::="))
+        fail(s, "expected \"::=\" behind a rule's name");
+    if (s->ir->rc != 0 || (n = name_of(s, w)) == NULL)
+        return;
+    if (n->defined)
+        hx_ir_fail(s->ir, HX_EFORMAT, "grammar: rule \"%.*s\" is defined twice",
+                   (int)HX_MIN(w.n, 100), w.p);
+    n->defined = true;
+    const uint32_t rule = n->rule;
+    skip_space(s, true);
+    body = read_alternatives(s, false);
+    if (s->ir->rc == 0 && peek(s) >= 0 && peek(s) != '\n' && peek(s) != '\r')
+        fail(s, "expected the end of the rule");
+    if (s->ir->rc == 0)
+        s->ir->rule.p[rule].body = body;
+    skip_space(s, true);
+}
+
+hx_ref hx_ebnf_parse(hx_ir *ir, hx_str source)
+{
+    parser s = { .ir = ir, .p = source.p, .n = source.n };
+    hx_ref root = HX_NONE;
+
+    if (source.n > ir->opt.source_bytes)
+        hx_ir_over(ir, "source_bytes");
+    else if (!hx_utf8_ok(source.p, source.n))
+        hx_ir_fail(ir, HX_EFORMAT, "grammar: not UTF-8");
+    if (HX_PUSH(ir, s.name, 1) && HX_PUSH(ir, s.slot, SLOTS)) {
+        skip_space(&s, true);
+        while (ir->rc == 0 && s.i < s.n)
+            read_rule(&s);
+        const name *w = ir->rc == 0 ? name_of(&s, HX_STR("root")) : NULL;
+
+        root = w == NULL ? HX_NONE : hx_ir_call(ir, w->rule);
+        for (uint32_t k = 1; k < s.name.n && ir->rc == 0; k++) {
+            const hx_str n = ir->rule.p[s.name.p[k].rule].name;
+
+            if (!s.name.p[k].defined)
+                hx_ir_fail(ir, HX_EFORMAT, "grammar: rule \"%.*s\" is not defined",
+                           (int)HX_MIN(n.n, 100), n.p);
+        }
+    }
+    hx_free(s.name.p);
+    hx_free(s.slot.p);
+    hx_free(s.set.p);
+    return ir->rc == 0 ? root : HX_NONE;
+}
