@@ -30,7 +30,8 @@ extern "C" {
     X(EDEVICE, -5, "device failure")                                    \
     X(ELIMIT,  -6, "limit exceeded")                                    \
     X(EUNSUP,  -7, "not supported")                                     \
-    X(ECANCEL, -8, "cancelled")
+    X(ECANCEL, -8, "cancelled")                                         \
+    X(EBUSY,   -9, "busy")
 
 enum {
     HX_OK = 0,
@@ -187,7 +188,7 @@ typedef struct {
 } hx_event;
 
 /* Errors: HX_EARG (the sentence names the field), HX_ELIMIT (prompt too long:
- * both numbers; queue full). Thread: any. */
+ * both numbers), HX_EBUSY (queue full). Thread: any. */
 int  hx_submit(hx_engine *e, const hx_request *req, hx_stream **out, hx_err *err);
 
 /* Waits up to timeout_ms (-1: for ever). 1: *ev is filled; 0: nothing came.

@@ -411,7 +411,7 @@ int hx_submit(hx_engine *e, const hx_request *r, hx_stream **out, hx_err *err)
     pthread_mutex_lock(&e->lock);
     if (e->n_waiting >= e->info.max_queue) {
         pthread_mutex_unlock(&e->lock);
-        return hx_fail(err, HX_ELIMIT, "queue: all places are taken");
+        return hx_fail(err, HX_EBUSY, "queue: all places are taken");
     }
     s = hx_new(hx_stream, 1);
     s->e = e;

@@ -571,14 +571,16 @@ static int open_file(const char *path, int *fd, uint64_t *size, hx_err *err)
         errno = EIO;
         return hx_fail(err, HX_EIO, "%s: %m", path);
     }
-    if ((*fd = open(path, O_RDONLY | O_CLOEXEC)) < 0)
+    /* Not blocking: a FIFO would wait for its other end before it can be refused. */
+    if ((*fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK)) < 0)
         return hx_fail(err, HX_EIO, "%s: %m", path);
     if (fstat(*fd, &st) != 0) {
         hx_fail(err, HX_EIO, "%s: %m", path);
         goto fail;
     }
-    if (S_ISDIR(st.st_mode)) {
-        hx_fail(err, HX_EIO, "%s: is a folder, expected a file", path);
+    if (!S_ISREG(st.st_mode)) {
+        hx_fail(err, HX_EIO, "%s: is %s, expected a file", path,
+                S_ISDIR(st.st_mode) ? "a folder" : "no regular file");
         goto fail;
     }
     *size = (uint64_t)st.st_size;

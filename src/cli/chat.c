@@ -242,7 +242,7 @@ int cmd_chat(const hx_cli *c)
     int rc;
 
     one.streams = 1;
-    if ((rc = cli_open_engine(&t.e, &one)) != 0)
+    if ((rc = cli_open_engine(&t.e, &one, NULL, NULL)) != 0)
         return rc;
     hx_get_info(t.e, &t.info);
     if (t.person)

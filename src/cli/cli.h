@@ -19,8 +19,9 @@ typedef struct {
     bool        has_temp, has_seed, raw, tensors, verify, official, help;
 } hx_cli;
 
-/* An engine with loading progress on stderr. Prints its own error. */
-int cli_open_engine(hx_engine **out, const hx_cli *c);
+/* An engine with loading progress on stderr, and to also where that is not NULL. Prints its own
+ * error. */
+int cli_open_engine(hx_engine **out, const hx_cli *c, hx_load_fn *also, void *ud);
 int cli_fail(const hx_err *err);         /* "hoist: sentence" on stderr; exit status 1 */
 void cli_bytes(char out[32], uint64_t n);        /* "1.5 GiB" */
 

@@ -308,7 +308,7 @@ static const char *demo_model(char *path, size_t cap)
     return "models/demo-exl3";
 }
 
-typedef struct { int64_t start_us, last_us; bool person; } load_view;
+typedef struct { int64_t start_us, last_us; bool person; hx_load_fn *also; void *ud; } load_view;
 
 /* A bar when a person watches, else silence: loading ends with one line anyway. */
 static void on_load(void *ud, uint64_t done, uint64_t total)
@@ -318,6 +318,8 @@ static void on_load(void *ud, uint64_t done, uint64_t total)
     const int width = 30, full = total != 0 ? (int)((double)done / (double)total * width) : width;
     char a[32], b[32];
 
+    if (v->also != NULL)
+        v->also(v->ud, done, total);
     if (!v->person || now - v->start_us < 300000 || (now - v->last_us < 100000 && done < total))
         return;
     v->last_us = now;
@@ -329,9 +331,9 @@ static void on_load(void *ud, uint64_t done, uint64_t total)
         fprintf(stderr, "\r%70s\r", "");
 }
 
-int cli_open_engine(hx_engine **out, const hx_cli *c)
+int cli_open_engine(hx_engine **out, const hx_cli *c, hx_load_fn *also, void *ud)
 {
-    load_view view = { .start_us = hx_now_us(), .person = isatty(2) == 1 };
+    load_view view = { .start_us = hx_now_us(), .person = isatty(2) == 1, .also = also, .ud = ud };
     hx_options opt = { .model_dir = c->model, .device = c->device, .cpu_isa = c->isa, .cpus = c->cpus,
                        .n_threads = (int32_t)c->threads, .ctx_tokens = c->ctx,
                        .max_streams = (int32_t)c->streams, .max_queue = c->queue,

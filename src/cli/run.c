@@ -18,6 +18,11 @@ typedef struct {
     int           rc;
 } loader;
 
+static void on_load(void *server, uint64_t done, uint64_t total)
+{
+    hx_server_set_loading(server, done, total);
+}
+
 /* Loads while the server already answers /health with 503. */
 static void *load(void *ud)
 {
@@ -25,7 +30,7 @@ static void *load(void *ud)
     const int64_t start = hx_now_us();
     hx_info info;
 
-    if ((l->rc = cli_open_engine(&l->engine, l->c)) != 0) {
+    if ((l->rc = cli_open_engine(&l->engine, l->c, on_load, l->server)) != 0) {
         hx_server_stop(l->server);
         return NULL;
     }
@@ -227,7 +232,7 @@ int cmd_run(const hx_cli *c)
         fprintf(stderr, "hoist: run needs a prompt: -p TEXT\n");
         return 2;
     }
-    if ((rc = cli_open_engine(&e, &one)) != 0)
+    if ((rc = cli_open_engine(&e, &one, NULL, NULL)) != 0)
         return rc;
     if ((rc = prompt_ids(e, c, &ids, &n)) == 0)
         rc = generate(e, c, ids, n);
@@ -314,7 +319,7 @@ int cmd_logits(const hx_cli *c)
         hx_free(ids);
         return cli_fail(&err);
     }
-    if ((rc = cli_open_engine(&e, &one)) != 0) {
+    if ((rc = cli_open_engine(&e, &one, NULL, NULL)) != 0) {
         hx_free(ids);
         return rc;
     }

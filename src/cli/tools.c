@@ -324,7 +324,7 @@ static int bench_engine(const hx_cli *c, report *out)
     const int64_t start = hx_now_us();
     int rc;
 
-    if ((rc = cli_open_engine(&e, c)) != 0)
+    if ((rc = cli_open_engine(&e, c, NULL, NULL)) != 0)
         return rc;
     hx_get_info(e, &info);
     printf("%s on %s\n", info.name, info.device);

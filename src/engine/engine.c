@@ -570,7 +570,7 @@ static int enqueue(hx_stream *s, hx_err *err)
     if (e->closing)
         rc = hx_fail(err, HX_ECANCEL, "engine: shutting down");
     else if (e->n_waiting >= e->info.max_queue)
-        rc = hx_fail(err, HX_ELIMIT, "queue: all %lld places are taken; try again later",
+        rc = hx_fail(err, HX_EBUSY, "queue: all %lld places are taken; try again later",
                      (long long)e->info.max_queue);
     else {
         if (e->inbox_last != NULL)

@@ -390,7 +390,7 @@ static void test_queue_limit_and_deadline(void **state)
         continue;
     s[1] = submit(e, &(hx_request){ HELLO, .max_new = 5 });
     s[2] = submit(e, &(hx_request){ HELLO, .max_new = 5, .deadline_ms = 50 });
-    expect_refused(e, &(hx_request){ HELLO }, HX_ELIMIT, "queue");
+    expect_refused(e, &(hx_request){ HELLO }, HX_EBUSY, "queue");
     read_all(s[2], a);
     assert_int_equal(a->end.kind, HX_EV_ERROR);
     assert_int_equal(a->end.err.code, HX_ELIMIT);

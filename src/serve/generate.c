@@ -163,7 +163,6 @@ static int open_reply(hx_gen *g, answer *a)
     return rc != 0 ? hx_server_problem_err(c, rc, NULL, &err) : 0;
 }
 
-/* Queue full is the one limit left when the prompt fits. */
 static int submit(hx_gen *g, answer *a)
 {
     hx_request r = g->req.sampling;
@@ -175,9 +174,6 @@ static int submit(hx_gen *g, answer *a)
     r.seed += (uint64_t)(a->index % g->req.n);
     if ((rc = hx_submit(g->call->engine, &r, &a->stream, &err)) == 0)
         return 0;
-    if (rc == HX_ELIMIT)
-        return hx_server_problem(g->call, 429, NULL, "rate_limit_exceeded", "%s",
-                                 err.msg);
     return hx_server_problem_err(g->call, rc, NULL, &err);
 }
 

@@ -27,13 +27,13 @@
 #define WRITE_BYTES   1048576   /* of one write */
 #define SLICE_BYTES   65536     /* of one that waits for the client */
 #define AHEAD_BYTES   65536     /* read past a request in work; then reading does stop */
-#define SPARE_PLACES  64        /* above the limit, to hear a 503; others just get closed */
+#define SPARE_PLACES  64        /* above the limit, to hear a 503; others are closed */
 #define BODIES        16        /* times max_body_bytes: memory of all bodies together */
 
 typedef enum {
     IDLE,                       /* between requests: no reader, no buffers */
     READING,                    /* a request comes in */
-    BUSY,                       /* answered by the handler or by us, until all is written */
+    BUSY,                       /* answered by the handler or by us, till all is out */
     LINGER                      /* our side is shut down; waits for the client's end */
 } conn_state;
 
@@ -61,7 +61,7 @@ typedef struct conn {
     int          n_queued;      /* in the socket, when watch() last looked */
     uint64_t     moved_ms;      /* when the client last took something or we had more */
 
-    /* Set before the handler gets the exchange, or by it; the loop reads after its end. */
+    /* Set before the handler gets the exchange or by it; the loop reads after its end. */
     hx_exchange  x;
     bool         keep, head_only;
     int          minor;

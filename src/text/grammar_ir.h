@@ -78,8 +78,9 @@ typedef struct {
     HX_VEC(hx_range)   range;
     HX_VEC(char)       text;
     HX_VEC(hx_ir_rule) rule;
-    uint32_t text_rule;              /* a character of a JSON string; 0: not made yet */
-    uint32_t value_rule, object_rule;     /* any JSON; 0: not made yet */
+    /* Rules of JSON, 0: not made yet. A character of a string; any string, any but ""; any
+     * value. */
+    uint32_t text_rule, string_rule, word_rule, value_rule, object_rule, array_rule;
 } hx_ir;
 
 void hx_ir_init(hx_ir *ir, const hx_grammar_opt *opt, hx_err *err);
@@ -130,6 +131,7 @@ hx_ref hx_schema_parse(hx_ir *ir, hx_str source);
 /* Expressions of JSON, shared by the front ends. */
 hx_ref hx_json_any(hx_ir *ir);                            /* any value */
 hx_ref hx_json_object(hx_ir *ir);                         /* any object */
+hx_ref hx_json_array(hx_ir *ir);                          /* any array */
 hx_ref hx_json_string(hx_ir *ir, uint32_t min, uint32_t max);   /* with its quotes */
 hx_ref hx_json_key(hx_ir *ir, hx_str key);                /* "key": with the space */
 hx_ref hx_json_comma(hx_ir *ir);
@@ -137,13 +139,15 @@ hx_ref hx_json_literal(hx_ir *ir, const hx_json *v);      /* this very value */
 hx_ref hx_json_number(hx_ir *ir);
 hx_ref hx_json_integer(hx_ir *ir);
 
-/* A decimal bound: digits without leading or trailing zeros, value 0.d1d2d3... * 10^exp. */
-typedef struct { char digit[48]; int n, exp; bool negative, strict; } hx_decimal;
-bool hx_decimal_read(hx_decimal *d, const hx_json *number);    /* false: too long */
+/* A decimal number: sign and value 0.d1d2d3... * 10^exp, d1 and the last digit not 0. As a
+ * bound it may be strict. */
+typedef struct { char digit[40]; int n, exp; bool negative, strict; } hx_decimal;
+bool hx_decimal_read(hx_decimal *d, const hx_json *number);    /* false: over 40 digits */
 int  hx_decimal_cmp(const hx_decimal *a, const hx_decimal *b);
-/* Numbers between two bounds, each may be NULL; frac: digits after the point, at most. */
-hx_ref hx_json_number_range(hx_ir *ir, const hx_decimal *lo, const hx_decimal *hi, int frac);
-hx_ref hx_json_multiple(hx_ir *ir, uint32_t of);          /* integers */
+/* Numbers between two bounds, either may be NULL, with at most frac digits behind the
+ * point; with frac 0 only multiples of mod, from 1 to 200. */
+hx_ref hx_json_range(hx_ir *ir, const hx_decimal *lo, const hx_decimal *hi, int frac,
+                     uint32_t mod);
 /* The regular expression of a format, or NULL. */
 const char *hx_json_format(hx_str name);
 

@@ -21,8 +21,6 @@
 #define PCRE2_CODE_UNIT_WIDTH 8
 #include <pcre2.h>
 #include <utf8proc.h>
-#define XXH_INLINE_ALL
-#include <xxhash.h>
 
 #define MAX_ID          (1 << 22) /* 16 times the largest vocabulary known */
 #define MAX_MERGES      (1 << 24)
@@ -166,12 +164,27 @@ static int table_bits(size_t n)
     return bits;
 }
 
+/* Eight bytes at a time. The keys of the table are the model's, so nobody gains by text
+ * that collides: a miss costs one look at a chain no longer than the file made it. */
+static uint32_t hash_bytes(hx_str s)
+{
+    uint64_t h = s.n, v;
+
+    for (size_t i = 0; i < s.n; i += sizeof(v)) {
+        v = 0;
+        memcpy(&v, s.p + i, HX_MIN(sizeof(v), s.n - i));
+        h = (h ^ v) * 0x9e3779b97f4a7c15u;
+        h ^= h >> 32;
+    }
+    return (uint32_t)h;
+}
+
 /* The slot of these bytes: theirs, or the free one where they belong. */
 static word_slot *word_slot_of(const hx_tok *t, hx_str s, uint32_t *hash)
 {
     const uint32_t mask = (1u << t->word_bits) - 1;
 
-    *hash = (uint32_t)XXH3_64bits(s.p, s.n);
+    *hash = hash_bytes(s);
     for (uint32_t i = *hash & mask;; i = (i + 1) & mask) {
         word_slot *w = &t->word[i];
 
@@ -238,7 +251,6 @@ static bool is_word(uint32_t cp)
         { 0x200c, 0x200d },   { 0x24b6, 0x24e9 },   { 0x1f130, 0x1f149 },
         { 0x1f150, 0x1f169 }, { 0x1f170, 0x1f189 },
     };
-
     const uint32_t categories = 1u << UTF8PROC_CATEGORY_LU | 1u << UTF8PROC_CATEGORY_LL |
                                 1u << UTF8PROC_CATEGORY_LT | 1u << UTF8PROC_CATEGORY_LM |
                                 1u << UTF8PROC_CATEGORY_LO | 1u << UTF8PROC_CATEGORY_MN |
@@ -483,7 +495,8 @@ typedef struct {
 } translation;
 
 /* Escapes: what they are outside and inside of brackets; NULL is refused there. PCRE2's
- * \s has U+180E besides White_Space; its \w has no marks and other numbers than Nd. */
+ * \s has U+180E besides White_Space; its \w has no marks and other numbers than Nd. The
+ * binary properties need PCRE2 10.40. */
 #define WORD "\\p{Alphabetic}\\p{M}\\p{Nd}\\p{Pc}"
 static const struct {
     char c;

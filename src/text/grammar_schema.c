@@ -1,0 +1,1191 @@
+/* grammar_schema.c - JSON schema (draft 2020-12, with what older drafts and OpenAPI write
+ * differently) as IR.
+ *
+ * Called by grammar.c. A view is a list of schemas that one value must satisfy together:
+ * "allOf" and "$ref" only lengthen the list, and each keyword is read across all of it, so
+ * nothing is ever merged. Equal views are one rule, which makes recursive references
+ * recursive rules.
+ *
+ *   exact     type, enum, const, properties, required, additionalProperties, items,
+ *             prefixItems, min/maxItems, min/maxLength, pattern, minimum, maximum and
+ *             their exclusive forms, min/maxProperties, allOf, anyOf, $ref, nullable
+ *   near      oneOf is read as anyOf. Formats as in grammar_value.c; pattern goes before
+ *             format; formats not known there are ignored. Numbers in a range have no
+ *             exponent. enum and const have one spelling. Members come in the order of the
+ *             schema. Without "additionalProperties" an object that has "properties" takes
+ *             no others, and a tuple no further elements (hx_grammar_opt.open_objects)
+ *   partly    patternProperties: where no two patterns meet and no other undeclared members
+ *             are allowed; multipleOf: up to 200, or powers of ten below 1; propertyNames:
+ *             pattern and lengths; two patterns for one string: no
+ *   refused   not, if, contains, uniqueItems, dependencies of any kind, references out of
+ *             the document: with HX_EUNSUP, never ignored
+ * Anything else is an annotation. What no document satisfies is an error. */
+#include "text/grammar_ir.h"
+
+enum { ANYOF_DONE = 1, ONEOF_DONE = 2 };
+
+typedef struct { const hx_json *node; uintptr_t done; } part;
+typedef struct { uint32_t at, n, rule, next; } view;
+/* A member of an object; rule 0: it must not be there. */
+typedef struct { hx_str key; uint32_t rule; bool required; } prop;
+typedef struct { hx_ref key; uint32_t rule; } pattern;
+
+enum {
+    T_NULL = 1, T_BOOL = 2, T_INT = 4, T_NUM = 8, T_STR = 16, T_ARR = 32, T_OBJ = 64, T_ALL = 127
+};
+static const struct { const char *name; unsigned bits; } type_names[] = {
+    { "null", T_NULL },   { "boolean", T_BOOL }, { "integer", T_INT },
+    { "number", T_INT | T_NUM }, { "string", T_STR }, { "array", T_ARR }, { "object", T_OBJ },
+};
+
+enum { SLOTS = 4096 };
+
+typedef struct {
+    hx_ir *ir;
+    const hx_json *root;
+    HX_VEC(part)     part;           /* of all views */
+    HX_VEC(view)     view;           /* [0] is not used; in the order of making */
+    HX_VEC(uint32_t) slot;           /* hash table of views: chains */
+    HX_VEC(part)     now;            /* the view being collected */
+    bool             none;           /* no value can satisfy it */
+    HX_VEC(const hx_json *) path;    /* references being followed */
+    HX_VEC(prop)     prop;           /* of the object at hand */
+    HX_VEC(pattern)  pattern;
+    HX_VEC(hx_str)   word;
+} schema;
+
+static int fail(schema *s, int code, const char *what, hx_str name)
+{
+    return hx_ir_fail(s->ir, code, "schema: %s \"%.*s\"", what, (int)HX_MIN(name.n, 100),
+                      name.p != NULL ? name.p : "");
+}
+
+static int unsupported(schema *s, const char *what)
+{
+    return hx_ir_fail(s->ir, HX_EUNSUP, "schema: %s is not supported", what);
+}
+
+/* ---- keywords -------------------------------------------------------- */
+
+static bool always(const hx_json *v)
+{
+    (void)v;
+    return true;
+}
+
+static bool is_set(const hx_json *v)
+{
+    return hx_json_bool(v, true);
+}
+
+static bool is_schema(const hx_json *v)
+{
+    return hx_json_kind(v) != HX_JSON_BOOL;
+}
+
+/* Refused when the test says so of the keyword's value. */
+static const struct { const char *name; bool (*refuse)(const hx_json *v); } refused[] = {
+    { "not", always },               { "if", always },
+    { "contains", always },          { "uniqueItems", is_set },
+    { "dependentRequired", always }, { "dependentSchemas", always },
+    { "dependencies", always },      { "unevaluatedProperties", is_schema },
+    { "unevaluatedItems", is_schema }, { "$dynamicRef", always },
+    { "$recursiveRef", always },
+};
+
+/* What each keyword's value must be; others are not looked at. */
+static const struct { const char *name; unsigned types; } shapes[] = {
+    { "type", T_STR | T_ARR },       { "enum", T_ARR },
+    { "properties", T_OBJ },         { "patternProperties", T_OBJ },
+    { "required", T_ARR | T_BOOL },  { "prefixItems", T_ARR },
+    { "items", T_OBJ | T_ARR | T_BOOL }, { "minItems", T_INT },
+    { "maxItems", T_INT },           { "minLength", T_INT },
+    { "maxLength", T_INT },          { "minProperties", T_INT },
+    { "maxProperties", T_INT },      { "pattern", T_STR },
+    { "format", T_STR },             { "minimum", T_NUM },
+    { "maximum", T_NUM },            { "exclusiveMinimum", T_NUM | T_BOOL },
+    { "exclusiveMaximum", T_NUM | T_BOOL }, { "multipleOf", T_NUM },
+    { "anyOf", T_ARR },              { "oneOf", T_ARR },
+    { "allOf", T_ARR },              { "$ref", T_STR },
+    { "nullable", T_BOOL },          { "propertyNames", T_OBJ | T_BOOL },
+};
+
+/* Numbers that are whole count as integers, and all as numbers. */
+static unsigned type_of(const hx_json *v)
+{
+    switch (hx_json_kind(v)) {
+    case HX_JSON_NULL:   return T_NULL;
+    case HX_JSON_BOOL:   return T_BOOL;
+    case HX_JSON_INT:    return T_INT | T_NUM;
+    case HX_JSON_DOUBLE: return hx_json_int(v, 0) == 0 && hx_json_int(v, 1) == 1
+                                    ? T_NUM : T_INT | T_NUM;
+    case HX_JSON_STRING: return T_STR;
+    case HX_JSON_ARRAY:  return T_ARR;
+    case HX_JSON_OBJECT: return T_OBJ;
+    }
+    return 0;
+}
+
+static bool check_node(schema *s, const hx_json *node)
+{
+    for (size_t i = 0; i < HX_LEN(refused); i++)
+        if (hx_json_has(node, refused[i].name) &&
+            refused[i].refuse(hx_json_get(node, refused[i].name))) {
+            fail(s, HX_EUNSUP, "not supported is", hx_str_c(refused[i].name));
+            return false;
+        }
+    for (size_t i = 0; i < HX_LEN(shapes); i++)
+        if (hx_json_has(node, shapes[i].name) &&
+            (type_of(hx_json_get(node, shapes[i].name)) & shapes[i].types) == 0) {
+            fail(s, HX_EFORMAT, "wrong type of value for", hx_str_c(shapes[i].name));
+            return false;
+        }
+    return true;
+}
+
+/* ---- references ------------------------------------------------------ */
+
+static int hex_digit(char c)
+{
+    return c >= '0' && c <= '9' ? c - '0' : (c | 0x20) >= 'a' && (c | 0x20) <= 'f'
+                                                ? (c | 0x20) - 'a' + 10 : -1;
+}
+
+/* One step of a JSON pointer, decoded to out; its length in the pointer. */
+static size_t pointer_step(hx_str ptr, hx_sb *out)
+{
+    size_t i = 0;
+
+    out->n = 0;
+    for (; i < ptr.n && ptr.p[i] != '/'; i++) {
+        char c = ptr.p[i];
+
+        if (c == '%' && i + 2 < ptr.n && hex_digit(ptr.p[i + 1]) >= 0 &&
+            hex_digit(ptr.p[i + 2]) >= 0) {
+            c = (char)(hex_digit(ptr.p[i + 1]) * 16 + hex_digit(ptr.p[i + 2]));
+            i += 2;
+        }
+        if (c == '~' && i + 1 < ptr.n && (ptr.p[i + 1] == '0' || ptr.p[i + 1] == '1'))
+            c = ptr.p[++i] == '0' ? '~' : '/';
+        hx_sb_char(out, c);
+    }
+    return i;
+}
+
+static const hx_json *child_at(const hx_json *node, const char *step)
+{
+    uint64_t i = 0;
+    const char *p = step;
+
+    if (hx_json_kind(node) != HX_JSON_ARRAY)
+        return hx_json_get(node, step);
+    for (; *p >= '0' && *p <= '9' && i < UINT32_MAX; p++)
+        i = i * 10 + (uint64_t)(*p - '0');
+    return p > step && *p == '\0' ? hx_json_at(node, i) : NULL;
+}
+
+static const hx_json *resolve(schema *s, hx_str ref)
+{
+    const hx_json *node = s->root;
+    hx_str rest = ref;
+    hx_sb step = { 0 };
+
+    if (ref.n == 0 || ref.p[0] != '#' || (ref.n > 1 && ref.p[1] != '/')) {
+        fail(s, HX_EUNSUP, "only references like #/$defs/name are supported, not", ref);
+        return NULL;
+    }
+    for (rest.p++, rest.n--; rest.n > 0 && node != NULL && hx_ir_work(s->ir, 1);) {
+        rest.p++;
+        rest.n--;
+        const size_t n = pointer_step(rest, &step);
+
+        rest.p += n;
+        rest.n -= n;
+        hx_sb_char(&step, '\0');
+        node = step.bad ? NULL : child_at(node, step.p);
+    }
+    if (step.bad)
+        hx_ir_fail(s->ir, HX_ENOMEM, "schema: no memory for a reference");
+    else if (node == NULL)
+        fail(s, HX_EFORMAT, "nothing at the reference", ref);
+    hx_sb_free(&step);
+    return s->ir->rc == 0 ? node : NULL;
+}
+
+/* ---- views ----------------------------------------------------------- */
+
+static void begin_view(schema *s)
+{
+    s->now.n = 0;
+    s->none = false;
+}
+
+static void add_schema(schema *s, const hx_json *node);
+
+static void follow_ref(schema *s, hx_str ref)
+{
+    const hx_json *to = resolve(s, ref);
+
+    for (uint32_t i = 0; i < s->path.n && to != NULL; i++)
+        if (s->path.p[i] == to) {
+            fail(s, HX_EFORMAT, "leads back to itself: $ref", ref);
+            return;
+        }
+    if (to == NULL || !HX_PUSH(s->ir, s->path, 1))
+        return;
+    s->path.p[s->path.n - 1] = to;
+    add_schema(s, to);
+    s->path.n--;
+}
+
+static bool is_plain_ref(const hx_json *node)
+{
+    return hx_json_len(node) == 1 && hx_json_has(node, "$ref");
+}
+
+/* Adds one more schema to the view, with all that it refers to. */
+static void add_schema(schema *s, const hx_json *node)
+{
+    const hx_json *all;
+
+    if (s->ir->rc != 0)
+        return;
+    if (hx_json_kind(node) == HX_JSON_BOOL) {
+        s->none |= !hx_json_bool(node, true);
+        return;
+    }
+    if (hx_json_kind(node) != HX_JSON_OBJECT) {
+        fail(s, HX_EFORMAT, "expected an object or a boolean, found",
+             hx_str_c(hx_json_kind_name(node)));
+        return;
+    }
+    if (hx_json_len(node) == 0)
+        return;
+    for (uint32_t i = 0; i < s->now.n; i++)
+        if (s->now.p[i].node == node) {
+            if (s->now.p[i].done != 0)
+                hx_ir_fail(s->ir, HX_EUNSUP,
+                           "schema: a branch of anyOf or oneOf refers back to it");
+            return;
+        }
+    if (!hx_ir_work(s->ir, 50 + s->now.n) || !check_node(s, node))
+        return;
+    if (s->path.n >= s->ir->opt.nesting) {
+        hx_ir_over(s->ir, "nesting");
+        return;
+    }
+    if (!is_plain_ref(node)) {
+        if (!HX_PUSH(s->ir, s->now, 1))
+            return;
+        s->now.p[s->now.n - 1] = (part) { node, 0 };
+    }
+    if (hx_json_has(node, "$ref"))
+        follow_ref(s, hx_json_str(hx_json_get(node, "$ref")));
+    all = hx_json_get(node, "allOf");
+    for (size_t i = 0; i < hx_json_len(all) && s->ir->rc == 0; i++)
+        add_schema(s, hx_json_at(all, i));
+}
+
+/* The rule of the view collected; 0: no value can satisfy it, or an error. */
+static uint32_t end_view(schema *s)
+{
+    const uint32_t n = s->now.n;
+    uint64_t hash = n;
+
+    if (s->ir->rc != 0 || s->none)
+        return 0;
+    for (uint32_t i = 0; i < n; i++)
+        hash = (hash ^ (uintptr_t)s->now.p[i].node ^ s->now.p[i].done) * 0x9e3779b97f4a7c15u;
+    uint32_t *const head = &s->slot.p[hash >> 40 & (SLOTS - 1)];
+
+    for (uint32_t v = *head; v != 0 && hx_ir_work(s->ir, 1); v = s->view.p[v].next)
+        if (s->view.p[v].n == n &&
+            (n == 0 || memcmp(s->part.p + s->view.p[v].at, s->now.p, n * sizeof(part)) == 0))
+            return s->view.p[v].rule;
+    if (!HX_PUSH(s->ir, s->view, 1) || !HX_PUSH(s->ir, s->part, n))
+        return 0;
+    view *const v = &s->view.p[s->view.n - 1];
+
+    *v = (view) { .at = s->part.n - n, .n = n, .next = *head };
+    v->rule = hx_ir_rule_new(s->ir, (hx_str) { NULL, 0 });
+    if (n > 0)
+        memcpy(s->part.p + v->at, s->now.p, n * sizeof(part));
+    *head = s->view.n - 1;
+    return v->rule;
+}
+
+static const hx_json *node_at(const schema *s, const view *v, uint32_t i)
+{
+    return s->part.p[v->at + i].node;
+}
+
+static hx_ref call(schema *s, uint32_t rule)
+{
+    return rule == 0 ? HX_NONE : hx_ir_call(s->ir, rule);
+}
+
+/* Whether some schema of the view has one of the keywords. */
+static bool has_any(const schema *s, const view *v, const char *const *names)
+{
+    for (uint32_t i = 0; i < v->n; i++)
+        for (const char *const *name = names; *name != NULL; name++)
+            if (hx_json_has(node_at(s, v, i), *name))
+                return true;
+    return false;
+}
+
+/* Largest of a lower bound, smallest of an upper one. */
+static uint32_t fold_bound(schema *s, const view *v, const char *name, bool lower)
+{
+    uint32_t out = lower ? 0 : HX_IR_NO_END;
+
+    for (uint32_t i = 0; i < v->n; i++) {
+        int64_t b;
+
+        if (!hx_json_has(node_at(s, v, i), name))
+            continue;
+        b = hx_json_int(hx_json_get(node_at(s, v, i), name), 0);
+        if (b < 0)
+            fail(s, HX_EFORMAT, "negative", hx_str_c(name));
+        b = HX_MIN(HX_MAX(b, 0), INT32_MAX);
+        out = lower ? HX_MAX(out, (uint32_t)b) : HX_MIN(out, (uint32_t)b);
+    }
+    /* So large a maximum is none: it spares the counting. */
+    return !lower && out == INT32_MAX ? HX_IR_NO_END : out;
+}
+
+/* ---- choices --------------------------------------------------------- */
+
+/* One rule per branch of the anyOf or oneOf of part i, beside all other parts. */
+static hx_ref emit_choice(schema *s, const view *v, uint32_t i, const char *name,
+                          uintptr_t done)
+{
+    const hx_json *branches = hx_json_get(node_at(s, v, i), name);
+    HX_VEC(hx_ref) way = { 0 };
+    hx_ref e;
+
+    for (size_t b = 0; b < hx_json_len(branches) && s->ir->rc == 0; b++) {
+        begin_view(s);
+        if (!HX_PUSH(s->ir, s->now, v->n))
+            break;
+        memcpy(s->now.p, s->part.p + v->at, v->n * sizeof(part));
+        s->now.p[i].done |= done;
+        add_schema(s, hx_json_at(branches, b));
+        e = call(s, end_view(s));
+        if (HX_PUSH(s->ir, way, 1))
+            way.p[way.n - 1] = e;
+    }
+    e = hx_ir_alt(s->ir, way.p, way.n);
+    hx_free(way.p);
+    return e;
+}
+
+/* ---- types and enumerated values ------------------------------------- */
+
+static unsigned type_bits(schema *s, hx_str name)
+{
+    for (size_t i = 0; i < HX_LEN(type_names); i++)
+        if (hx_str_is(name, type_names[i].name))
+            return type_names[i].bits;
+    fail(s, HX_EFORMAT, "unknown type", name);
+    return 0;
+}
+
+static unsigned types_of(schema *s, const view *v)
+{
+    unsigned bits = T_ALL;
+
+    for (uint32_t i = 0; i < v->n; i++) {
+        const hx_json *type = hx_json_get(node_at(s, v, i), "type");
+        unsigned here = 0;
+
+        if (type == NULL)
+            continue;
+        if (hx_json_kind(type) == HX_JSON_STRING)
+            here = type_bits(s, hx_json_str(type));
+        for (size_t k = 0; hx_json_kind(type) == HX_JSON_ARRAY && k < hx_json_len(type); k++)
+            here |= type_bits(s, hx_json_str(hx_json_at(type, k)));
+        if (hx_json_bool(hx_json_get(node_at(s, v, i), "nullable"), false))
+            here |= T_NULL;
+        bits &= here;
+    }
+    return bits;
+}
+
+static bool json_equal(const hx_json *a, const hx_json *b)
+{
+    const hx_json_type kind = hx_json_kind(a);
+    const unsigned both = type_of(a) & type_of(b);
+
+    if (both == 0)
+        return false;
+    if ((both & T_NUM) != 0) {
+        hx_decimal x, y;
+
+        return hx_decimal_read(&x, a) && hx_decimal_read(&y, b) && hx_decimal_cmp(&x, &y) == 0;
+    }
+    if (kind == HX_JSON_BOOL)
+        return hx_json_bool(a, false) == hx_json_bool(b, false);
+    if (kind == HX_JSON_STRING)
+        return hx_str_eq(hx_json_str(a), hx_json_str(b));
+    if (hx_json_len(a) != hx_json_len(b))
+        return false;
+    for (size_t i = 0; i < hx_json_len(a); i++) {
+        hx_str key = { NULL, 0 };
+        const hx_json *x = kind == HX_JSON_OBJECT ? hx_json_member(a, i, &key)
+                                                  : hx_json_at(a, i);
+
+        if (kind == HX_JSON_OBJECT && !hx_json_has(b, key.p))
+            return false;
+        if (!json_equal(x, kind == HX_JSON_OBJECT ? hx_json_get(b, key.p) : hx_json_at(b, i)))
+            return false;
+    }
+    return true;
+}
+
+static bool is_listed(schema *s, const hx_json *node, const hx_json *value)
+{
+    const hx_json *list = hx_json_get(node, "enum");
+
+    if (hx_json_has(node, "const") && !json_equal(hx_json_get(node, "const"), value))
+        return false;
+    if (!hx_json_has(node, "enum"))
+        return true;
+    for (size_t i = 0; i < hx_json_len(list) && hx_ir_work(s->ir, 1); i++)
+        if (json_equal(hx_json_at(list, i), value))
+            return true;
+    return false;
+}
+
+static bool number_bounds(schema *s, const view *v, hx_decimal *lo, hx_decimal *hi,
+                          bool *has_lo, bool *has_hi);
+static const char *const array_words[] = { "items", "prefixItems", "minItems", "maxItems",
+                                           "additionalItems", "unevaluatedItems", NULL };
+static const char *const object_words[] = {
+    "properties", "required", "additionalProperties", "patternProperties", "minProperties",
+    "maxProperties", "propertyNames", "unevaluatedProperties", NULL
+};
+
+static bool number_fits(schema *s, const view *v, const hx_json *value)
+{
+    static const char *const multiple[] = { "multipleOf", NULL };
+    hx_decimal lo, hi, x;
+    bool has_lo, has_hi;
+
+    if (has_any(s, v, multiple))
+        unsupported(s, "multipleOf beside enum or const");
+    if (!number_bounds(s, v, &lo, &hi, &has_lo, &has_hi) || !hx_decimal_read(&x, value))
+        return false;
+    const int below = has_lo ? hx_decimal_cmp(&x, &lo) : 1;
+    const int above = has_hi ? hx_decimal_cmp(&x, &hi) : -1;
+
+    return (below > 0 || (below == 0 && !lo.strict)) &&
+           (above < 0 || (above == 0 && !hi.strict));
+}
+
+static bool string_fits(schema *s, const view *v, hx_str text)
+{
+    uint32_t n = 0;
+
+    for (size_t i = 0; i < text.n; i++)
+        n += ((uint8_t)text.p[i] & 0xc0) != 0x80;
+    if (n < fold_bound(s, v, "minLength", true) || n > fold_bound(s, v, "maxLength", false))
+        return false;
+    for (uint32_t i = 0; i < v->n; i++) {
+        const hx_str re = hx_json_str(hx_json_get(node_at(s, v, i), "pattern"));
+
+        if (re.p != NULL &&
+            !hx_lang_matches(s->ir, hx_regex_parse(s->ir, re, true, true), text))
+            return false;
+    }
+    return true;
+}
+
+/* Whether a listed value satisfies the rest of the view. */
+static bool value_fits(schema *s, const view *v, unsigned types, const hx_json *value)
+{
+    const unsigned type = type_of(value);
+
+    for (uint32_t i = 0; i < v->n; i++)
+        if (!is_listed(s, node_at(s, v, i), value))
+            return false;
+    if ((type & types) == 0 || ((type & T_INT) == 0 && (type & T_NUM) != 0 &&
+                                (types & T_NUM) == 0))
+        return false;
+    if ((type & T_NUM) != 0)
+        return number_fits(s, v, value);
+    if (type == T_STR)
+        return string_fits(s, v, hx_json_str(value));
+    if ((type == T_ARR && has_any(s, v, array_words)) ||
+        (type == T_OBJ && has_any(s, v, object_words)))
+        unsupported(s, "enum or const of arrays or objects beside keywords for them");
+    return true;
+}
+
+/* false: nothing is listed. */
+static bool emit_listed(schema *s, const view *v, hx_ref *e)
+{
+    const unsigned types = types_of(s, v);
+    HX_VEC(hx_ref) way = { 0 };
+    const hx_json *node = NULL, *list;
+    bool one;
+
+    for (uint32_t i = 0; i < v->n && node == NULL; i++)
+        if (hx_json_has(node_at(s, v, i), "const") || hx_json_has(node_at(s, v, i), "enum"))
+            node = node_at(s, v, i);
+    if (node == NULL)
+        return false;
+    one = hx_json_has(node, "const");
+    list = hx_json_get(node, one ? "const" : "enum");
+    for (size_t i = 0; i < (one ? 1 : hx_json_len(list)) && s->ir->rc == 0; i++) {
+        const hx_json *value = one ? list : hx_json_at(list, i);
+
+        if (value_fits(s, v, types, value) && HX_PUSH(s->ir, way, 1)) {
+            const hx_ref lit = hx_json_literal(s->ir, value);
+
+            way.p[way.n - 1] = lit;
+        }
+    }
+    *e = hx_ir_alt(s->ir, way.p, way.n);
+    hx_free(way.p);
+    return true;
+}
+
+/* ---- numbers --------------------------------------------------------- */
+
+static void tighten(hx_decimal *best, bool *has, hx_decimal d, bool lower)
+{
+    const int c = *has ? hx_decimal_cmp(&d, best) : 0;
+
+    if (!*has || (lower ? c > 0 : c < 0) || (c == 0 && d.strict))
+        *best = d;
+    *has = true;
+}
+
+/* One bound of one schema. Older drafts have the exclusive form as a boolean. */
+static bool read_bound(schema *s, const hx_json *node, const char *name, const char *strict,
+                       bool lower, hx_decimal *best, bool *has)
+{
+    const hx_json *x = hx_json_get(node, strict);
+    const bool flag = hx_json_kind(x) == HX_JSON_BOOL;
+    const hx_json *both[] = { hx_json_get(node, name), flag ? NULL : x };
+
+    for (int i = 0; i < 2; i++) {
+        hx_decimal d;
+
+        if (both[i] == NULL)
+            continue;
+        if (!hx_decimal_read(&d, both[i])) {
+            unsupported(s, "a bound of more than 40 digits");
+            return false;
+        }
+        d.strict = i == 1 || (flag && hx_json_bool(x, false));
+        /* The bounds of a double, say, bound nothing that is written here. */
+        if (d.exp > 39 && d.negative == lower)
+            continue;
+        tighten(best, has, d, lower);
+    }
+    return true;
+}
+
+static bool number_bounds(schema *s, const view *v, hx_decimal *lo, hx_decimal *hi,
+                          bool *has_lo, bool *has_hi)
+{
+    *has_lo = *has_hi = false;
+    *lo = *hi = (hx_decimal) { 0 };
+    for (uint32_t i = 0; i < v->n; i++)
+        if (!read_bound(s, node_at(s, v, i), "minimum", "exclusiveMinimum", true, lo, has_lo) ||
+            !read_bound(s, node_at(s, v, i), "maximum", "exclusiveMaximum", false, hi, has_hi))
+            return false;
+    return true;
+}
+
+/* The one multipleOf of the view: *mod for whole ones, *frac for powers of ten below 1. */
+static bool read_multiple(schema *s, const view *v, uint32_t *mod, int *frac)
+{
+    const hx_json *of = NULL;
+    hx_decimal d;
+    int64_t whole;
+
+    *mod = 0;
+    *frac = -1;
+    for (uint32_t i = 0; i < v->n; i++) {
+        const hx_json *here = hx_json_get(node_at(s, v, i), "multipleOf");
+
+        if (here != NULL && of != NULL && !json_equal(here, of))
+            unsupported(s, "more than one multipleOf for a number");
+        of = here != NULL ? here : of;
+    }
+    if (of == NULL)
+        return true;
+    if (!hx_decimal_read(&d, of) || d.negative || d.n == 0)
+        return fail(s, HX_EFORMAT, "not positive:", HX_STR("multipleOf")), false;
+    whole = hx_json_int(of, 0);
+    if (whole >= 1 && whole <= 200)
+        *mod = (uint32_t)whole;
+    else if (d.n == 1 && d.digit[0] == '1' && d.exp <= 0 && d.exp > -15)
+        *frac = 1 - d.exp;
+    else
+        unsupported(s, "a multipleOf that is neither at most 200 nor 0.1, 0.01 and so on");
+    return true;
+}
+
+static hx_ref emit_number(schema *s, const view *v, bool integer)
+{
+    hx_decimal lo, hi;
+    bool has_lo, has_hi;
+    uint32_t mod;
+    int frac;
+
+    if (!number_bounds(s, v, &lo, &hi, &has_lo, &has_hi) || !read_multiple(s, v, &mod, &frac))
+        return HX_NONE;
+    integer |= mod > 0;
+    if (!has_lo && !has_hi && mod <= 1 && (integer || frac < 0))
+        return integer ? hx_json_integer(s->ir) : hx_json_number(s->ir);
+    return hx_json_range(s->ir, has_lo ? &lo : NULL, has_hi ? &hi : NULL,
+                         integer ? 0 : frac > 0 ? frac : 15, HX_MAX(mod, 1));
+}
+
+/* ---- strings --------------------------------------------------------- */
+
+static hx_ref emit_string(schema *s, const view *v)
+{
+    const uint32_t min = fold_bound(s, v, "minLength", true);
+    const uint32_t max = fold_bound(s, v, "maxLength", false);
+    hx_str re = { NULL, 0 };
+    const char *format = NULL;
+    hx_ref e;
+
+    for (uint32_t i = 0; i < v->n; i++) {
+        const hx_str here = hx_json_str(hx_json_get(node_at(s, v, i), "pattern"));
+        const hx_str name = hx_json_str(hx_json_get(node_at(s, v, i), "format"));
+
+        if (here.p != NULL && re.p != NULL && !hx_str_eq(re, here))
+            unsupported(s, "more than one pattern for a string");
+        re = here.p != NULL ? here : re;
+        format = name.p != NULL && format == NULL ? hx_json_format(name) : format;
+    }
+    if (min > max)
+        return HX_NONE;
+    if (re.p == NULL && format == NULL)
+        return hx_json_string(s->ir, min, max);
+    e = re.p != NULL ? hx_regex_parse(s->ir, re, true, true)
+                     : hx_regex_parse(s->ir, hx_str_c(format), true, false);
+    e = hx_lang_length(s->ir, e, min, max);
+    return HX_SEQ(s->ir, hx_ir_str(s->ir, "\""), e, hx_ir_str(s->ir, "\""));
+}
+
+/* ---- arrays ---------------------------------------------------------- */
+
+/* "items" as an array is what "prefixItems" was called before 2020. */
+static const hx_json *prefix_of(const hx_json *node)
+{
+    const hx_json *items = hx_json_get(node, "items");
+
+    return hx_json_kind(items) == HX_JSON_ARRAY ? items : hx_json_get(node, "prefixItems");
+}
+
+static const hx_json *rest_of(const hx_json *node)
+{
+    const bool old = hx_json_kind(hx_json_get(node, "items")) == HX_JSON_ARRAY;
+
+    return hx_json_get(node, old ? "additionalItems" : "items");
+}
+
+/* The rule of element i; SIZE_MAX: of one behind all tuples. */
+static uint32_t element_rule(schema *s, const view *v, size_t i)
+{
+    begin_view(s);
+    for (uint32_t k = 0; k < v->n; k++) {
+        const hx_json *node = node_at(s, v, k), *prefix = prefix_of(node);
+        const bool closed = !s->ir->opt.open_objects && prefix != NULL;
+
+        if (i < hx_json_len(prefix))
+            add_schema(s, hx_json_at(prefix, i));
+        else if (rest_of(node) != NULL)
+            add_schema(s, rest_of(node));
+        else if (closed || !hx_json_bool(hx_json_get(node, "unevaluatedItems"), true))
+            s->none = true;
+    }
+    return end_view(s);
+}
+
+static hx_ref emit_array(schema *s, const view *v)
+{
+    const uint32_t min = fold_bound(s, v, "minItems", true);
+    const uint32_t max = fold_bound(s, v, "maxItems", false);
+    const hx_ref comma = hx_json_comma(s->ir);
+    size_t n_tuple = 0;
+    hx_ref rest, e;
+
+    for (uint32_t i = 0; i < v->n; i++)
+        n_tuple = HX_MAX(n_tuple, hx_json_len(prefix_of(node_at(s, v, i))));
+    n_tuple = HX_MIN(n_tuple, max);
+    if (min > max)
+        return HX_NONE;
+    /* From the back: rest is what may follow when i elements are there. */
+    rest = HX_EMPTY;
+    if (n_tuple < max) {
+        const hx_ref one = call(s, element_rule(s, v, SIZE_MAX));
+        const uint32_t more = (uint32_t)n_tuple, least = min > more ? min - more : 0;
+        const uint32_t most = max == HX_IR_NO_END ? max : max - more;
+
+        if (n_tuple > 0)
+            rest = hx_ir_rep(s->ir, HX_SEQ(s->ir, comma, one), least, most, HX_REP_AUTO);
+        else
+            rest = HX_SEQ(s->ir, one,
+                          hx_ir_rep(s->ir, HX_SEQ(s->ir, comma, one), least > 0 ? least - 1 : 0,
+                                    most == HX_IR_NO_END ? most : most - 1, HX_REP_AUTO));
+        if (n_tuple == 0 && min == 0)
+            rest = hx_ir_opt(s->ir, rest);
+    }
+    for (size_t i = n_tuple; i > 0 && s->ir->rc == 0; i--) {
+        rest = HX_SEQ(s->ir, i > 1 ? comma : HX_EMPTY, call(s, element_rule(s, v, i - 1)),
+                      rest);
+        if (i - 1 >= min)
+            rest = hx_ir_opt(s->ir, rest);
+    }
+    e = HX_SEQ(s->ir, hx_ir_str(s->ir, "["), rest, hx_ir_str(s->ir, "]"));
+    return e;
+}
+
+/* ---- objects: which members ------------------------------------------ */
+
+static const hx_json *declared(const hx_json *node, hx_str key)
+{
+    return hx_json_get(hx_json_get(node, "properties"), key.p);
+}
+
+static hx_ref parse_pattern(schema *s, hx_str re)
+{
+    return hx_regex_parse(s->ir, re, true, true);
+}
+
+static bool name_fits(schema *s, const view *v, hx_str key)
+{
+    for (uint32_t i = 0; i < v->n; i++) {
+        const hx_json *names = hx_json_get(node_at(s, v, i), "propertyNames");
+        const part as_view = { names, 0 };
+        schema one = *s;
+        const view w = { .at = 0, .n = 1 };
+
+        if (names == NULL)
+            continue;
+        one.part.p = (part *)(uintptr_t)&as_view;
+        if (!hx_json_bool(names, true) ||
+            (hx_json_kind(names) == HX_JSON_OBJECT && !string_fits(&one, &w, key)))
+            return false;
+    }
+    return true;
+}
+
+/* The view of the member named key. */
+static uint32_t member_rule(schema *s, const view *v, hx_str key)
+{
+    begin_view(s);
+    for (uint32_t i = 0; i < v->n && s->ir->rc == 0; i++) {
+        const hx_json *node = node_at(s, v, i), *here = declared(node, key);
+        const hx_json *patterns = hx_json_get(node, "patternProperties");
+        bool known = here != NULL;
+
+        if (known)
+            add_schema(s, here);
+        for (size_t k = 0; k < hx_json_len(patterns) && s->ir->rc == 0; k++) {
+            hx_str re;
+            const hx_json *value = hx_json_member(patterns, k, &re);
+
+            if (!hx_lang_matches(s->ir, parse_pattern(s, re), key))
+                continue;
+            known = true;
+            add_schema(s, value);
+        }
+        if (!known && hx_json_has(node, "additionalProperties"))
+            add_schema(s, hx_json_get(node, "additionalProperties"));
+    }
+    return end_view(s);
+}
+
+static void add_prop(schema *s, const view *v, hx_str key)
+{
+    const uint32_t rule = name_fits(s, v, key) ? member_rule(s, v, key) : 0;
+
+    if (HX_PUSH(s->ir, s->prop, 1))
+        s->prop.p[s->prop.n - 1] = (prop) { key, rule, false };
+}
+
+/* Marks or adds; names are looked for from where the last one was, since "required" mostly
+ * has the order of "properties". */
+static void require(schema *s, const view *v, hx_str key)
+{
+    for (uint32_t k = 0; k < s->prop.n && hx_ir_work(s->ir, 1); k++)
+        if (hx_str_eq(s->prop.p[k].key, key)) {
+            s->prop.p[k].required = true;
+            return;
+        }
+    add_prop(s, v, key);
+    if (s->ir->rc == 0)
+        s->prop.p[s->prop.n - 1].required = true;
+}
+
+/* Fills s->prop: the declared members, then those that are only required. */
+static void collect_props(schema *s, const view *v)
+{
+    s->prop.n = 0;
+    for (uint32_t i = 0; i < v->n; i++) {
+        const hx_json *props = hx_json_get(node_at(s, v, i), "properties");
+
+        for (size_t k = 0; k < hx_json_len(props) && s->ir->rc == 0; k++) {
+            hx_str key;
+            bool seen = false;
+
+            hx_json_member(props, k, &key);
+            for (uint32_t j = 0; j < i; j++)
+                seen |= declared(node_at(s, v, j), key) != NULL;
+            if (!seen)
+                add_prop(s, v, key);
+        }
+    }
+    for (uint32_t i = 0; i < v->n; i++) {
+        const hx_json *names = hx_json_get(node_at(s, v, i), "required");
+
+        /* Older drafts have "required": true inside of a member. */
+        for (size_t k = 0; hx_json_kind(names) == HX_JSON_ARRAY && k < hx_json_len(names) &&
+                           s->ir->rc == 0; k++) {
+            const hx_str key = hx_json_str(hx_json_at(names, k));
+
+            if (key.p == NULL)
+                fail(s, HX_EFORMAT, "not a list of names:", HX_STR("required"));
+            else
+                require(s, v, key);
+        }
+    }
+}
+
+/* Whether members that no schema declares are allowed. */
+static bool is_open(const schema *s, const view *v)
+{
+    bool lists = false, says = false;
+
+    for (uint32_t i = 0; i < v->n; i++) {
+        const hx_json *node = node_at(s, v, i);
+
+        if (!hx_json_bool(hx_json_get(node, "additionalProperties"), true) ||
+            !hx_json_bool(hx_json_get(node, "unevaluatedProperties"), true))
+            return false;
+        lists |= hx_json_len(hx_json_get(node, "properties")) > 0 ||
+                 hx_json_len(hx_json_get(node, "patternProperties")) > 0;
+        says |= hx_json_has(node, "additionalProperties") ||
+                hx_json_has(node, "unevaluatedProperties");
+    }
+    return says || !lists || s->ir->opt.open_objects;
+}
+
+/* Any key but the declared ones, within "propertyNames". Without escapes, so that it
+ * cannot spell a declared one in another way. */
+static hx_ref other_key(schema *s, const view *v)
+{
+    hx_range plain[] = { { ' ', '!' }, { '#', '[' }, { ']', 0x10ffff } };
+    hx_ref e = hx_ir_rep(s->ir, hx_ir_set(s->ir, plain, HX_LEN(plain), false), 0,
+                         HX_IR_NO_END, HX_REP_EXPAND);
+    const hx_json *names = NULL;
+    uint32_t min = 0, max = HX_IR_NO_END;
+
+    for (uint32_t i = 0; i < v->n; i++) {
+        const hx_json *here = hx_json_get(node_at(s, v, i), "propertyNames");
+
+        if (hx_json_kind(here) != HX_JSON_OBJECT)
+            continue;
+        if (names != NULL || hx_json_has(here, "enum") || hx_json_has(here, "$ref") ||
+            hx_json_has(here, "anyOf") || hx_json_has(here, "allOf") ||
+            hx_json_has(here, "oneOf") || hx_json_has(here, "const"))
+            unsupported(s, "propertyNames with more than a pattern and lengths");
+        names = here;
+    }
+    if (names != NULL && check_node(s, names)) {
+        min = (uint32_t)HX_MIN(HX_MAX(hx_json_int(hx_json_get(names, "minLength"), 0), 0),
+                               INT32_MAX);
+        max = (uint32_t)HX_MIN(HX_MAX(hx_json_int(hx_json_get(names, "maxLength"), INT32_MAX),
+                                      0), INT32_MAX);
+        if (hx_json_has(names, "pattern"))
+            e = parse_pattern(s, hx_json_str(hx_json_get(names, "pattern")));
+    }
+    s->word.n = 0;
+    for (uint32_t k = 0; k < s->prop.n; k++)
+        if (HX_PUSH(s->ir, s->word, 1))
+            s->word.p[s->word.n - 1] = s->prop.p[k].key;
+    if (max == INT32_MAX)
+        max = HX_IR_NO_END;
+    if (min == 0 && max == HX_IR_NO_END)
+        return hx_lang_without(s->ir, e, s->word.p, s->word.n);
+    if (s->word.n > 0)
+        unsupported(s, "propertyNames with lengths beside properties");
+    return hx_lang_length(s->ir, e, min, max);
+}
+
+static void add_pattern(schema *s, hx_ref key, uint32_t rule)
+{
+    if (rule != 0 && HX_PUSH(s->ir, s->pattern, 1))
+        s->pattern.p[s->pattern.n - 1] = (pattern) { key, rule };
+}
+
+/* Members by pattern: with no others, and no two patterns for one name. */
+static void collect_patterns(schema *s, const view *v)
+{
+    HX_VEC(hx_ref) seen = { 0 };
+
+    s->word.n = 0;
+    for (uint32_t k = 0; k < s->prop.n; k++)
+        if (HX_PUSH(s->ir, s->word, 1))
+            s->word.p[s->word.n - 1] = s->prop.p[k].key;
+    for (uint32_t i = 0; i < v->n; i++) {
+        const hx_json *patterns = hx_json_get(node_at(s, v, i), "patternProperties");
+
+        for (size_t k = 0; k < hx_json_len(patterns) && s->ir->rc == 0; k++) {
+            hx_str re;
+            const hx_json *value = hx_json_member(patterns, k, &re);
+            const hx_ref e = parse_pattern(s, re);
+
+            for (uint32_t j = 0; j < seen.n && s->ir->rc == 0; j++)
+                if (!hx_lang_disjoint(s->ir, seen.p[j], e))
+                    unsupported(s, "patternProperties whose patterns overlap");
+            if (HX_PUSH(s->ir, seen, 1))
+                seen.p[seen.n - 1] = e;
+            begin_view(s);
+            add_schema(s, value);
+            add_pattern(s, hx_lang_without(s->ir, e, s->word.p, s->word.n), end_view(s));
+        }
+    }
+    hx_free(seen.p);
+}
+
+/* Fills s->pattern: the kinds of members that are not in s->prop. */
+static void collect_others(schema *s, const view *v)
+{
+    static const char *const patterns[] = { "patternProperties", NULL };
+    static const char *const names[] = { "propertyNames", NULL };
+
+    s->pattern.n = 0;
+    if (has_any(s, v, patterns)) {
+        if (v->n > 1 || is_open(s, v) || has_any(s, v, names))
+            unsupported(s, "patternProperties beside allOf, propertyNames or additional members");
+        collect_patterns(s, v);
+        return;
+    }
+    if (!is_open(s, v))
+        return;
+    const hx_ref key = other_key(s, v);
+
+    begin_view(s);
+    for (uint32_t i = 0; i < v->n && s->ir->rc == 0; i++)
+        if (hx_json_has(node_at(s, v, i), "additionalProperties"))
+            add_schema(s, hx_json_get(node_at(s, v, i), "additionalProperties"));
+    add_pattern(s, key, end_view(s));
+}
+
+/* ---- objects: in which order ----------------------------------------- */
+
+/* The rules of an object are places: how many of s->prop are behind, how many members have
+ * been written (as far as that matters). */
+typedef struct {
+    uint32_t first;                  /* rule of place (0, 0) */
+    uint32_t n_count;                /* counts are 0 .. n_count - 1, the last one is open
+                                      * unless there is a maximum */
+    uint32_t min, max;
+} places;
+
+static hx_ref go_place(schema *s, const places *o, uint32_t i, uint32_t count)
+{
+    return hx_ir_goto(s->ir, o->first + i * o->n_count + HX_MIN(count, o->n_count - 1));
+}
+
+static hx_ref other_member(schema *s)
+{
+    hx_ref all = HX_NONE;
+
+    for (uint32_t k = 0; k < s->pattern.n; k++)
+        all = HX_ALT(s->ir, all,
+                     HX_SEQ(s->ir, hx_ir_str(s->ir, "\""), s->pattern.p[k].key,
+                            hx_ir_str(s->ir, "\":"), hx_ir_opt(s->ir, hx_ir_str(s->ir, " ")),
+                            hx_ir_call(s->ir, s->pattern.p[k].rule)));
+    return all;
+}
+
+/* Behind all declared members: others, then the brace. */
+static hx_ref object_tail(schema *s, const places *o, uint32_t count, uint32_t loop)
+{
+    hx_ir *ir = s->ir;
+    const hx_ref close = hx_ir_str(ir, "}"), comma = hx_json_comma(ir);
+    const hx_ref start = count > 0 ? comma : HX_EMPTY;
+    const uint32_t least = o->min > count ? o->min - count : 0;
+    const uint32_t most = o->max == HX_IR_NO_END ? o->max : o->max - count;
+
+    if (s->pattern.n == 0 || most == 0)
+        return least == 0 ? close : HX_NONE;
+    /* Names may repeat, which a reader counts once. */
+    if (least > 1)
+        unsupported(s, "minProperties that needs more than one undeclared member");
+    hx_ref others = HX_SEQ(ir, start, hx_ir_goto(ir, loop));
+    if (most != HX_IR_NO_END) {
+        const hx_ref one = hx_ir_call(ir, loop);
+
+        others = HX_SEQ(ir, start, one,
+                        hx_ir_rep(ir, HX_SEQ(ir, comma, one), 0, most - 1, HX_REP_COUNT),
+                        close);
+    }
+    return HX_ALT(ir, least == 0 ? close : HX_NONE, others);
+}
+
+static hx_ref emit_object(schema *s, const view *v)
+{
+    hx_ir *ir = s->ir;
+    const hx_ref comma = hx_json_comma(ir);
+    places o = { .min = fold_bound(s, v, "minProperties", true),
+                 .max = fold_bound(s, v, "maxProperties", false) };
+    uint32_t loop;
+
+    collect_props(s, v);
+    collect_others(s, v);
+    if (o.min > o.max || ir->rc != 0)
+        return HX_NONE;
+    o.n_count = 1 + HX_MAX(o.max == HX_IR_NO_END ? o.min : o.max, 1);
+    /* More members than are declared need no exact count where no others are allowed. */
+    if (s->pattern.n == 0 && o.max != HX_IR_NO_END && o.max >= s->prop.n) {
+        o.max = HX_IR_NO_END;
+        o.n_count = 1 + HX_MAX(o.min, 1);
+    }
+    if ((uint64_t)o.n_count * (s->prop.n + 1) > ir->opt.rules) {
+        hx_ir_over(ir, "rules");
+        return HX_NONE;
+    }
+    loop = hx_ir_rule_new(ir, (hx_str) { NULL, 0 });
+    o.first = ir->rule.n;
+    for (uint32_t i = 0; i < o.n_count * (s->prop.n + 1) && ir->rc == 0; i++)
+        hx_ir_rule_new(ir, (hx_str) { NULL, 0 });
+    if (ir->rc == 0 && s->pattern.n > 0) {
+        const hx_ref one = other_member(s);
+        const hx_ref body = o.max != HX_IR_NO_END ? one
+            : HX_SEQ(ir, one, HX_ALT(ir, hx_ir_str(ir, "}"),
+                                     HX_SEQ(ir, comma, hx_ir_goto(ir, loop))));
+
+        if (ir->rc == 0)
+            ir->rule.p[loop].body = body;
+    }
+    for (uint32_t c = 0; c < o.n_count; c++) {
+        for (uint32_t i = 0; i <= s->prop.n && ir->rc == 0; i++) {
+            const prop *p = &s->prop.p[i];
+            hx_ref body, with = HX_NONE;
+
+            if (i == s->prop.n) {
+                body = object_tail(s, &o, c, loop);
+            } else {
+                if (p->rule != 0 && c < o.max)
+                    with = HX_SEQ(ir, c > 0 ? comma : HX_EMPTY, hx_json_key(ir, p->key),
+                                  hx_ir_call(ir, p->rule), go_place(s, &o, i + 1, c + 1));
+                body = HX_ALT(ir, with, p->required ? HX_NONE : go_place(s, &o, i + 1, c));
+            }
+            if (ir->rc == 0)
+                ir->rule.p[o.first + i * o.n_count + c].body = body;
+        }
+    }
+    return HX_SEQ(ir, hx_ir_str(ir, "{"), go_place(s, &o, 0, 0));
+}
+
+/* ---- values ---------------------------------------------------------- */
+
+static hx_ref emit_types(schema *s, const view *v)
+{
+    hx_ir *ir = s->ir;
+    const unsigned types = types_of(s, v);
+    hx_ref e[6] = { HX_NONE };
+
+    if ((types & T_OBJ) != 0)
+        e[0] = has_any(s, v, object_words) ? emit_object(s, v) : hx_json_object(ir);
+    if ((types & T_ARR) != 0)
+        e[1] = has_any(s, v, array_words) ? emit_array(s, v) : hx_json_array(ir);
+    if ((types & T_STR) != 0)
+        e[2] = emit_string(s, v);
+    if ((types & (T_INT | T_NUM)) != 0)
+        e[3] = emit_number(s, v, (types & T_NUM) == 0);
+    if ((types & T_BOOL) != 0)
+        e[4] = HX_ALT(ir, hx_ir_str(ir, "true"), hx_ir_str(ir, "false"));
+    if ((types & T_NULL) != 0)
+        e[5] = hx_ir_str(ir, "null");
+    return hx_ir_alt(ir, e, HX_LEN(e));
+}
+
+static hx_ref emit_view(schema *s, const view *v)
+{
+    hx_ref e;
+
+    if (v->n == 0)
+        return hx_json_any(s->ir);
+    for (uint32_t i = 0; i < v->n; i++) {
+        const part p = s->part.p[v->at + i];
+
+        if ((p.done & ANYOF_DONE) == 0 && hx_json_has(p.node, "anyOf"))
+            return emit_choice(s, v, i, "anyOf", ANYOF_DONE);
+        if ((p.done & ONEOF_DONE) == 0 && hx_json_has(p.node, "oneOf"))
+            return emit_choice(s, v, i, "oneOf", ONEOF_DONE);
+    }
+    return emit_listed(s, v, &e) ? e : emit_types(s, v);
+}
+
+/* json_parse() recurses and calls what is too deep malformed; this is a limit. */
+static bool is_shallow(hx_ir *ir, hx_str text)
+{
+    uint32_t depth = 0;
+    bool in_string = false;
+
+    for (size_t i = 0; i < text.n; i++) {
+        const char c = text.p[i];
+
+        if (in_string && c == '\\')
+            i++;
+        else if (c == '"')
+            in_string = !in_string;
+        else if (!in_string && (c == '{' || c == '['))
+            depth++;
+        else if (!in_string && (c == '}' || c == ']'))
+            depth -= depth > 0;
+        if (depth > ir->opt.nesting)
+            return hx_ir_over(ir, "nesting") == 0;
+    }
+    return true;
+}
+
+hx_ref hx_schema_parse(hx_ir *ir, hx_str source)
+{
+    schema s = { .ir = ir };
+    hx_json *root = NULL;
+    uint32_t rule = 0;
+
+    if (source.n > ir->opt.source_bytes)
+        hx_ir_over(ir, "source_bytes");
+    if (ir->rc != 0 || !is_shallow(ir, source))
+        return HX_NONE;
+    if ((ir->rc = hx_json_parse(&root, source, (int)ir->opt.nesting + 1, ir->err)) != 0)
+        return HX_NONE;
+    s.root = root;
+    if (HX_PUSH(ir, s.slot, SLOTS) && HX_PUSH(ir, s.view, 1)) {
+        begin_view(&s);
+        add_schema(&s, root);
+        rule = end_view(&s);
+        for (uint32_t i = 1; i < s.view.n && ir->rc == 0; i++) {
+            const view v = s.view.p[i];
+            const hx_ref body = emit_view(&s, &v);
+
+            if (ir->rc == 0)
+                ir->rule.p[v.rule].body = body;
+        }
+    }
+    hx_free(s.part.p);
+    hx_free(s.view.p);
+    hx_free(s.slot.p);
+    hx_free(s.now.p);
+    hx_free(s.path.p);
+    hx_free(s.prop.p);
+    hx_free(s.pattern.p);
+    hx_free(s.word.p);
+    hx_json_free(root);
+    return ir->rc == 0 ? call(&s, rule) : HX_NONE;
+}
