@@ -82,6 +82,8 @@ typedef struct {
     const hx_span *span;     /* [n_span] host memory */
     int32_t        n_span;
     int64_t        n_row;    /* R */
+    hx_buf         dev;      /* the same spans in device memory; p NULL: not there, and a device
+                              * that needs them takes them with the call */
 } hx_rows;
 
 #define HX_PEND_MAX 8        /* rows a slot can hold pending: one token and its drafts */
@@ -99,6 +101,7 @@ typedef struct {
     int64_t        n_page, width;
     const int32_t *table;        /* [Q, max_page] host memory; -1: no page */
     int64_t        max_page;
+    hx_buf         table_dev;    /* the same in device memory; unused where that is the host's */
 } hx_pages;
 
 /* ---- operations ------------------------------------------------------ */
@@ -311,7 +314,13 @@ typedef struct {
 typedef struct hx_dev hx_dev;
 
 typedef struct {
-    const char *name;            /* "cpu", "ref" */
+    const char *name;            /* "cpu", "ref", "cuda" */
+    /* Memory of its own; all NULL where device memory is host memory. put and get are ordered
+     * with the operations; get waits for them. */
+    int  (*alloc)(hx_dev *, hx_buf *out, size_t bytes, hx_err *);
+    void (*free)(hx_dev *, hx_buf *);
+    int  (*put)(hx_dev *, hx_buf to, const void *from, size_t bytes, hx_err *);
+    int  (*get)(hx_dev *, void *to, hx_buf from, size_t bytes, hx_err *);
 #define X(op) int (*op)(hx_dev *, const hx_##op##_args *, hx_err *);
     HX_OPS(X)
 #undef X
@@ -324,6 +333,7 @@ struct hx_dev {
     void             *scratch;   /* [scratch_bytes] of the backend; fixed at open */
     size_t            scratch_bytes;
     int               level;     /* hx_isa of the cpu backend */
+    void             *own;       /* the cuda backend's state */
     char              text[64];  /* "cpu (avx2, 2 threads)" */
 };
 
@@ -341,9 +351,12 @@ typedef struct {
 int  hx_dev_open(hx_dev **out, const hx_dev_opt *opt, hx_err *err);
 void hx_dev_close(hx_dev *d);
 
-/* Zeroed memory on the device. */
+/* Zeroed memory on the device, and copies to and from it. is_host: buffers are plain memory. */
 int  hx_dev_alloc(hx_dev *d, hx_buf *out, size_t bytes, hx_err *err);
 void hx_dev_free(hx_dev *d, hx_buf *b);
+int  hx_dev_put(hx_dev *d, hx_buf to, const void *from, size_t bytes, hx_err *err);
+int  hx_dev_get(hx_dev *d, void *to, hx_buf from, size_t bytes, hx_err *err);
+bool hx_dev_is_host(const hx_dev *d);
 
 /* One checked entry per operation. Thread: the one that owns the device. */
 #define X(op) int hx_op_##op(hx_dev *d, const hx_##op##_args *a, hx_err *err);

@@ -793,6 +793,8 @@ int hx_dev_alloc(hx_dev *d, hx_buf *out, size_t bytes, hx_err *err)
     void *p = NULL;
 
     *out = (hx_buf) { NULL, 0 };
+    if (d->ops->alloc != NULL)
+        return d->ops->alloc(d, out, bytes, err);
     if (bytes > 0 &&
         (p = is_mapped(bytes) ? hx_map(bytes, true) : hx_alloc(bytes)) == NULL)
         return hx_fail(err, HX_ENOMEM, "device %s: no memory for a buffer of %zu bytes",
@@ -803,10 +805,34 @@ int hx_dev_alloc(hx_dev *d, hx_buf *out, size_t bytes, hx_err *err)
 
 void hx_dev_free(hx_dev *d, hx_buf *b)
 {
-    (void)d;
-    if (is_mapped(b->n))
+    if (d->ops->free != NULL)
+        d->ops->free(d, b);
+    else if (is_mapped(b->n))
         hx_unmap(b->p, b->n);
     else
         hx_free(b->p);
     *b = (hx_buf) { NULL, 0 };
+}
+
+int hx_dev_put(hx_dev *d, hx_buf to, const void *from, size_t bytes, hx_err *err)
+{
+    hx_assert(bytes <= to.n);
+    if (d->ops->put != NULL)
+        return d->ops->put(d, to, from, bytes, err);
+    memcpy(to.p, from, bytes);
+    return 0;
+}
+
+int hx_dev_get(hx_dev *d, void *to, hx_buf from, size_t bytes, hx_err *err)
+{
+    hx_assert(bytes <= from.n);
+    if (d->ops->get != NULL)
+        return d->ops->get(d, to, from, bytes, err);
+    memcpy(to, from.p, bytes);
+    return 0;
+}
+
+bool hx_dev_is_host(const hx_dev *d)
+{
+    return d->ops->alloc == NULL;
 }

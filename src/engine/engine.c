@@ -226,7 +226,10 @@ static int open_rest(hx_engine *e, const hx_options *opt, hx_err *err)
     e->row = hx_new(hx_sample_row, n);
     e->span = hx_new(hx_span, n);
     e->id = hx_new(int32_t, n);
-    if (!e->wait || !e->run || !e->row_of || !e->row || !e->span || !e->id)
+    e->score_logit = hx_new(float, HX_SCORE_ROWS * (int64_t)e->info.n_vocab);
+    e->score_hidden = hx_new(float, HX_SCORE_ROWS * e->model->desc.width);
+    if (!e->wait || !e->run || !e->row_of || !e->row || !e->span || !e->id || !e->score_logit ||
+        !e->score_hidden)
         return hx_fail(err, HX_ENOMEM, "engine: no memory for its tables");
     if (pthread_create(&e->thread, NULL, hx_sched_run, e) != 0)
         return hx_fail(err, HX_EIO, "engine: the system refuses another thread");
@@ -291,6 +294,8 @@ void hx_close(hx_engine *e)
     hx_free(e->row);
     hx_free(e->span);
     hx_free(e->id);
+    hx_free(e->score_logit);
+    hx_free(e->score_hidden);
     pthread_cond_destroy(&e->wake);
     pthread_mutex_destroy(&e->lock);
     hx_free(e);

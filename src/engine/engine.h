@@ -138,6 +138,7 @@ struct hx_engine {
     int32_t      *id;                  /* [max_streams] */
     hx_stream   **row_of;              /* [max_streams] */
     hx_buf        out_id, out_logprob, out_top, out_scratch;
+    float        *score_logit, *score_hidden;    /* [HX_SCORE_ROWS, N], [HX_SCORE_ROWS, D] */
 };
 
 void *hx_sched_run(void *engine);                   /* sched.c: the engine thread */

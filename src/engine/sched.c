@@ -209,13 +209,23 @@ static int sample_rows(hx_engine *e, hx_buf logits, int32_t first, int32_t n, hx
     return hx_op_sample(e->dev, &a, err);
 }
 
-static void take_choice(const hx_engine *e, int32_t r, const hx_stream *s, hx_out_token *t)
+/* Row r's choice, from the device. */
+static int take_choice(hx_engine *e, int32_t r, const hx_stream *s, hx_out_token *t, hx_err *err)
 {
-    const hx_choice *top = (const hx_choice *)e->out_top.p + (size_t)r * HX_TOP_MAX;
+    const size_t at = (size_t)r;
+    int rc;
 
-    *t = (hx_out_token){ .token = ((const int32_t *)e->out_id.p)[r],
-                         .logprob = ((const float *)e->out_logprob.p)[r] };
-    memcpy(t->top, top, (size_t)s->req.n_top * sizeof *top);
+    memset(t, 0, sizeof *t);
+    if ((rc = hx_dev_get(e->dev, &t->token, hx_buf_at(e->out_id, at * sizeof t->token),
+                         sizeof t->token, err)) != 0)
+        return rc;
+    if (s->req.want_logprobs &&
+        (rc = hx_dev_get(e->dev, &t->logprob, hx_buf_at(e->out_logprob, at * sizeof t->logprob),
+                         sizeof t->logprob, err)) != 0)
+        return rc;
+    return s->req.n_top == 0 ? 0
+                             : hx_dev_get(e->dev, t->top, hx_buf_at(e->out_top, at * sizeof t->top),
+                                          (size_t)s->req.n_top * sizeof *t->top, err);
 }
 
 /* Chooses the next token of n streams whose logits are rows 0..n-1. A row that cannot be
@@ -230,12 +240,11 @@ static void choose(hx_engine *e, hx_buf logits, hx_stream **stream, int32_t n)
         hx_sample_row_of(stream[r], &e->row[r]);
     each = sample_rows(e, logits, 0, n, &err) != 0;
     for (int32_t r = 0; r < n; r++) {
-        if (each && sample_rows(e, logits, r, 1, &err) != 0) {
+        if ((each && sample_rows(e, logits, r, 1, &err) != 0) ||
+            take_choice(e, r, stream[r], &t, &err) != 0)
             end_stream(stream[r], HX_STOP_NONE, -1, &err);
-            continue;
-        }
-        take_choice(e, r, stream[r], &t);
-        accept_token(stream[r], &t);
+        else
+            accept_token(stream[r], &t);
     }
 }
 
@@ -359,9 +368,14 @@ static int score_chunk(hx_stream *s, hx_err *err)
 
     for (int64_t p = HX_MAX(first, s->score->from); p < last; p += HX_SCORE_ROWS) {
         const int64_t n = HX_MIN(HX_SCORE_ROWS, last - p);
-        const float *logit = hx_graph_logits(e->prefill).p, *hidden = hx_graph_hidden(e->prefill).p;
+        const size_t rows = (size_t)n * sizeof(float);
+        float *logit = e->score_logit, *hidden = e->score_hidden;
 
-        if ((rc = hx_graph_out(e->prefill, p - first, n, err)) != 0)
+        if ((rc = hx_graph_out(e->prefill, p - first, n, err)) != 0 ||
+            (rc = hx_dev_get(e->dev, logit, hx_graph_logits(e->prefill),
+                             rows * (size_t)e->info.n_vocab, err)) != 0 ||
+            (rc = hx_dev_get(e->dev, hidden, hx_graph_hidden(e->prefill),
+                             rows * (size_t)e->model->desc.width, err)) != 0)
             return rc;
         for (int64_t i = 0; i < n; i++)
             score_row(s, p + i, logit + i * e->info.n_vocab, hidden + i * e->model->desc.width);

@@ -68,7 +68,8 @@ uint64_t hx_cache_slot_bytes(const hx_desc *d)
 static hx_pages pages_of(const hx_cache *c, hx_buf data, hx_cache_fmt fmt, int64_t width)
 {
     return (hx_pages){ .data = data, .fmt = fmt, .n_page = c->n_page, .width = width,
-                       .table = c->table, .max_page = c->max_page };
+                       .table = c->table, .max_page = c->max_page,
+                       .table_dev = c->table_dev };
 }
 
 static int open_layer(hx_cache *c, const hx_desc *d, hx_layer_mem *m, hx_mixer mixer,
@@ -129,6 +130,9 @@ int hx_cache_open(hx_cache **out, const hx_desc *d, hx_dev *dev, int32_t n_slot,
     for (int32_t i = 0; i < n_page; i++)
         c->free_page[i] = n_page - 1 - i;       /* page 0 is taken first */
     c->n_free = n_page;
+    if ((rc = hx_dev_alloc(dev, &c->table_dev, (size_t)(n_slot * max_page) * sizeof *c->table, err)) != 0 ||
+        (rc = hx_dev_put(dev, c->table_dev, c->table, c->table_dev.n, err)) != 0)
+        goto fail;
     for (int64_t l = 0; l < d->n_layer; l++)
         if ((rc = open_layer(c, d, &c->mem[l], (hx_mixer)d->mixer[l], fmt, err)) != 0)
             goto fail;
@@ -151,6 +155,7 @@ void hx_cache_close(hx_cache *c)
         for (size_t i = 0; i < HX_LEN(all); i++)
             hx_dev_free(c->dev, all[i]);
     }
+    hx_dev_free(c->dev, &c->table_dev);
     hx_free(c->mem);
     hx_free(c->slot);
     hx_free(c->table);
@@ -183,7 +188,8 @@ void hx_cache_drop(hx_cache *c, int32_t slot)
 int hx_cache_grow(hx_cache *c, int32_t slot, int64_t n_pos, hx_err *err)
 {
     hx_slot *s = &c->slot[slot];
-    const int64_t want = (n_pos + HX_PAGE - 1) / HX_PAGE;
+    const int64_t want = (n_pos + HX_PAGE - 1) / HX_PAGE, row = (int64_t)slot * c->max_page;
+    const int32_t had = s->n_page;
 
     if (want > c->max_page)
         return hx_fail(err, HX_ELIMIT, "sequence of %lld tokens: the context holds %lld",
@@ -192,7 +198,10 @@ int hx_cache_grow(hx_cache *c, int32_t slot, int64_t n_pos, hx_err *err)
         if (c->n_free == 0)
             return hx_fail(err, HX_ENOMEM, "sequence memory: all %d pages of %d tokens are in use",
                            c->n_page, HX_PAGE);
-        c->table[(int64_t)slot * c->max_page + s->n_page++] = c->free_page[--c->n_free];
+        c->table[row + s->n_page++] = c->free_page[--c->n_free];
     }
-    return 0;
+    if (s->n_page == had)
+        return 0;
+    return hx_dev_put(c->dev, hx_buf_at(c->table_dev, (size_t)(row + had) * sizeof *c->table),
+                      c->table + row + had, (size_t)(s->n_page - had) * sizeof *c->table, err);
 }

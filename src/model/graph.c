@@ -14,7 +14,7 @@ struct hx_graph {
     hx_cache       *cache;
     int64_t         max_rows, max_out;
     hx_buf          streams, x, y, post, comb;      /* f32 [R, S, D], [R, D], [R, D], [R, S], [R, S, S] */
-    hx_buf          id;                             /* i32 [R] */
+    hx_buf          id, span;                       /* i32 [R]; hx_span [HX_SPAN_MAX] */
     hx_buf          hidden, logits;                 /* f32 [n_out, D], [n_out, N] */
     hx_layer_call   call;
     uint64_t        bytes;
@@ -62,6 +62,7 @@ static int take_all(hx_graph *g, int64_t max_ctx, hx_err *err)
     const struct { hx_buf *b; int64_t rows, floats; } want[] = {
         { &g->streams, r, s * d->width }, { &g->x, r, d->width }, { &g->y, r, d->width },
         { &g->post, r, s }, { &g->comb, r, s * s }, { &g->id, r, 1 },
+        { &g->span, HX_SPAN_MAX, sizeof(hx_span) / sizeof(float) },
         { &g->hidden, g->max_out, d->width }, { &g->logits, g->max_out, d->n_vocab },
         { &c->a, r, wide }, { &c->b, r, wide }, { &c->c, r, wide }, { &c->e, r, wide },
         { &c->g, r, d->kda_heads * d->kda_width }, { &c->small, r, narrow_floats(d) },
@@ -110,7 +111,7 @@ void hx_graph_close(hx_graph *g)
     if (g == NULL)
         return;
     hx_layer_call *c = &g->call;
-    hx_buf *all[] = { &g->streams, &g->x, &g->y, &g->post, &g->comb, &g->id, &g->hidden, &g->logits,
+    hx_buf *all[] = { &g->streams, &g->x, &g->y, &g->post, &g->comb, &g->id, &g->span, &g->hidden, &g->logits,
                       &c->a, &c->b, &c->c, &c->e, &c->g, &c->small, &c->part, &c->route_id,
                       &c->route_w, &c->route_score, &c->score, &c->pick, &c->n_pick };
 
@@ -143,8 +144,12 @@ hx_buf hx_graph_hidden(const hx_graph *g)
 int hx_graph_begin(hx_graph *g, const hx_batch *b, hx_err *err)
 {
     const hx_desc *d = &g->model->desc;
+    const size_t n_id = (size_t)b->rows.n_row, n_span = (size_t)b->rows.n_span;
     hx_layer_call *c = &g->call;
+    int rc;
 
+    if (b->rows.n_span > HX_SPAN_MAX)
+        return hx_fail(err, HX_EARG, "graph: %d spans, at most %d", b->rows.n_span, HX_SPAN_MAX);
     if (b->rows.n_row < 1 || b->rows.n_row > g->max_rows)
         return hx_fail(err, HX_EARG, "graph: %lld rows, expected 1..%lld", (long long)b->rows.n_row,
                        (long long)g->max_rows);
@@ -153,10 +158,14 @@ int hx_graph_begin(hx_graph *g, const hx_batch *b, hx_err *err)
     c->dev = g->dev;
     c->d = d;
     c->phase = b->phase;
+    c->uniform = !hx_dev_is_host(g->dev) && b->phase == HX_PHASE_DECODE;
     c->rows = b->rows;
+    c->rows.dev = g->span;
     c->x = g->x;
     c->y = g->y;
-    memcpy(g->id.p, b->id, (size_t)b->rows.n_row * sizeof(int32_t));
+    if ((rc = hx_dev_put(g->dev, g->id, b->id, n_id * sizeof *b->id, err)) != 0 ||
+        (rc = hx_dev_put(g->dev, g->span, b->rows.span, n_span * sizeof(hx_span), err)) != 0)
+        return rc;
     const hx_embed_args embed = { .y = g->streams, .id = g->id, .table = &g->model->embed,
                                   .rows = b->rows.n_row, .streams = d->streams };
     return hx_op_embed(g->dev, &embed, err);

@@ -154,30 +154,28 @@ typedef struct {
     bool    sparse;
 } mla_seg;
 
-static int attend_seg(const hx_layer_call *c, hx_layer_mem *mem, hx_buf iq, hx_buf iw, mla_seg *s,
-                      hx_err *err)
+/* Attention of rows row0 on, which are all rows of *rows. */
+static int attend_rows(const hx_layer_call *c, hx_layer_mem *mem, hx_buf iq, hx_buf iw,
+                       const hx_rows *rows, int64_t row0, bool sparse, hx_err *err)
 {
     const hx_desc *d = c->d;
-    const hx_rows rows = { .span = s->span, .n_span = s->n_span, .n_row = s->n_row };
     const int64_t hz = d->mla_heads * d->latent, k = d->index_topk;
     int rc;
 
-    if (s->n_row == 0)
-        return 0;
-    hx_mla_attend_args att = { .z = floats_at(c->c, s->row0 * hz), .q = floats_at(c->b, s->row0 * hz),
-                               .cache = mem->latent, .rows = rows, .heads = d->mla_heads,
+    hx_mla_attend_args att = { .z = floats_at(c->c, row0 * hz), .q = floats_at(c->b, row0 * hz),
+                               .cache = mem->latent, .rows = *rows, .heads = d->mla_heads,
                                .pool_n = d->pool_n, .k_pick = k,
                                .scale = 1.0f / sqrtf((float)d->k_width) };
-    if (s->sparse) {
+    if (sparse) {
         const hx_index_score_args score = {
-            .score = c->score, .q = floats_at(iq, s->row0 * d->index_heads * d->index_width),
-            .w = floats_at(iw, s->row0 * d->index_heads), .pool = mem->pool, .rows = rows,
+            .score = c->score, .q = floats_at(iq, row0 * d->index_heads * d->index_width),
+            .w = floats_at(iw, row0 * d->index_heads), .pool = mem->pool, .rows = *rows,
             .heads = d->index_heads, .pool_n = d->pool_n, .ld_score = c->ld_score,
             .scale = 1.0f / sqrtf((float)d->index_width),
             .w_scale = 1.0f / sqrtf((float)d->index_heads),
         };
         const hx_topk_args topk = { .pick = c->pick, .n_pick = c->n_pick, .score = c->score,
-                                    .rows = rows, .k = k, .pool_n = d->pool_n,
+                                    .rows = *rows, .k = k, .pool_n = d->pool_n,
                                     .ld_score = c->ld_score };
 
         if ((rc = hx_op_index_score(c->dev, &score, err)) != 0 ||
@@ -186,9 +184,17 @@ static int attend_seg(const hx_layer_call *c, hx_layer_mem *mem, hx_buf iq, hx_b
         att.pick = c->pick;
         att.n_pick = c->n_pick;
         if (c->tap != NULL)
-            c->tap(c->tap_ud, c->layer, "pick", c->pick, s->n_row);
+            c->tap(c->tap_ud, c->layer, "pick", c->pick, rows->n_row);
     }
-    rc = hx_op_mla_attend(c->dev, &att, err);
+    return hx_op_mla_attend(c->dev, &att, err);
+}
+
+static int attend_seg(const hx_layer_call *c, hx_layer_mem *mem, hx_buf iq, hx_buf iw, mla_seg *s,
+                      hx_err *err)
+{
+    const hx_rows rows = { .span = s->span, .n_span = s->n_span, .n_row = s->n_row };
+    const int rc = s->n_row > 0 ? attend_rows(c, mem, iq, iw, &rows, s->row0, s->sparse, err) : 0;
+
     s->row0 += s->n_row;
     s->n_row = s->n_span = 0;
     return rc;
@@ -202,6 +208,11 @@ static int attend(const hx_layer_call *c, hx_layer_mem *mem, hx_buf iq, hx_buf i
     const int64_t first_sparse = (c->d->index_topk + 1) * c->d->pool_n - 1;     /* position */
     mla_seg s = { 0 };
     int rc;
+
+    if (c->uniform) {
+        hx_assert(c->rows.n_row <= c->score_rows);
+        return attend_rows(c, mem, iq, iw, &c->rows, 0, true, err);
+    }
 
     for (int32_t i = 0; i < c->rows.n_span; i++) {
         const hx_span sp = c->rows.span[i];

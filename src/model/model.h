@@ -19,6 +19,7 @@ typedef enum { HX_MIX_KDA, HX_MIX_MLA } hx_mixer;
 typedef enum { HX_FFN_DENSE, HX_FFN_MOE } hx_ffn;
 
 #define HX_LAYER_MAX 512
+#define HX_SPAN_MAX  64         /* sequences in one call */
 
 /* What config.json says, checked. Widths in elements. */
 typedef struct {
@@ -139,6 +140,7 @@ typedef struct hx_cache {
     hx_slot      *slot;                /* [n_slot] */
     int32_t       n_slot, n_page, max_page;
     int32_t      *table;               /* [n_slot, max_page] page of each 64 positions, -1: none */
+    hx_buf        table_dev;           /* the same on the device */
     int32_t      *free_page;           /* stack */
     int32_t       n_free;
     uint64_t      bytes;
@@ -201,6 +203,8 @@ typedef struct {
     hx_dev       *dev;
     const hx_desc *d;
     hx_phase      phase;
+    bool          uniform;             /* the same list of operations at any length, as a replayed
+                                        * graph needs: every row goes through the selection */
     hx_rows       rows;
     hx_buf x;                          /* f32 [R, D] input, normalised */
     hx_buf y;                          /* f32 [R, D] output */

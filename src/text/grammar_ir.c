@@ -297,8 +297,11 @@ static hx_ref counted(hx_ir *ir, hx_ref child, uint32_t min, uint32_t max)
 hx_ref hx_ir_rep(hx_ir *ir, hx_ref child, uint32_t min, uint32_t max, hx_rep_how how)
 {
     const uint64_t copies = max == HX_IR_NO_END ? (uint64_t)min + 1 : max;
-    const uint64_t size = copies * ((uint64_t)size_of(ir, child) + 1);
+    uint64_t size;
 
+    if (ir->rc != 0)
+        return HX_NONE;
+    size = copies * ((uint64_t)size_of(ir, child) + 1);
     if (max == 0 || child == HX_EMPTY)
         return HX_EMPTY;
     if (child == HX_NONE)

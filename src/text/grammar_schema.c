@@ -48,7 +48,7 @@ typedef struct {
     HX_VEC(uint32_t) slot;           /* hash table of views: chains */
     HX_VEC(part)     now;            /* the view being collected */
     bool             none;           /* no value can satisfy it */
-    HX_VEC(const hx_json *) path;    /* references being followed */
+    HX_VEC(const hx_json *) path;    /* schemas on their way into the view */
     HX_VEC(prop)     prop;           /* of the object at hand */
     HX_VEC(pattern)  pattern;
     HX_VEC(hx_str)   word;
@@ -220,33 +220,34 @@ static void begin_view(schema *s)
     s->none = false;
 }
 
-static void add_schema(schema *s, const hx_json *node);
-
-static void follow_ref(schema *s, hx_str ref)
-{
-    const hx_json *to = resolve(s, ref);
-
-    for (uint32_t i = 0; i < s->path.n && to != NULL; i++)
-        if (s->path.p[i] == to) {
-            fail(s, HX_EFORMAT, "leads back to itself: $ref", ref);
-            return;
-        }
-    if (to == NULL || !HX_PUSH(s->ir, s->path, 1))
-        return;
-    s->path.p[s->path.n - 1] = to;
-    add_schema(s, to);
-    s->path.n--;
-}
-
 static bool is_plain_ref(const hx_json *node)
 {
     return hx_json_len(node) == 1 && hx_json_has(node, "$ref");
 }
 
+/* Whether node is in the view already. It must not be on its way into it, nor in it with
+ * its branches being tried: then it refers to itself. */
+static bool is_known(schema *s, const hx_json *node)
+{
+    bool known = false, loop = false;
+
+    for (uint32_t i = 0; i < s->path.n; i++)
+        loop |= s->path.p[i] == node;
+    for (uint32_t i = 0; i < s->now.n; i++)
+        if (s->now.p[i].node == node) {
+            known = true;
+            loop |= s->now.p[i].done != 0;
+        }
+    if (loop)
+        hx_ir_fail(s->ir, HX_EFORMAT, "schema: a $ref leads back to itself without going "
+                                      "into a member or an element");
+    return known || loop;
+}
+
 /* Adds one more schema to the view, with all that it refers to. */
 static void add_schema(schema *s, const hx_json *node)
 {
-    const hx_json *all;
+    const hx_json *all, *to;
 
     if (s->ir->rc != 0)
         return;
@@ -259,31 +260,23 @@ static void add_schema(schema *s, const hx_json *node)
              hx_str_c(hx_json_kind_name(node)));
         return;
     }
-    if (hx_json_len(node) == 0)
+    if (hx_json_len(node) == 0 || is_known(s, node))
         return;
-    for (uint32_t i = 0; i < s->now.n; i++)
-        if (s->now.p[i].node == node) {
-            if (s->now.p[i].done != 0)
-                hx_ir_fail(s->ir, HX_EUNSUP,
-                           "schema: a branch of anyOf or oneOf refers back to it");
-            return;
-        }
-    if (!hx_ir_work(s->ir, 50 + s->now.n) || !check_node(s, node))
-        return;
-    if (s->path.n >= s->ir->opt.nesting) {
+    if (s->path.n >= s->ir->opt.nesting)
         hx_ir_over(s->ir, "nesting");
+    if (!hx_ir_work(s->ir, 50 + s->now.n) || !check_node(s, node) ||
+        !HX_PUSH(s->ir, s->path, 1))
         return;
-    }
-    if (!is_plain_ref(node)) {
-        if (!HX_PUSH(s->ir, s->now, 1))
-            return;
+    s->path.p[s->path.n - 1] = node;
+    if (!is_plain_ref(node) && HX_PUSH(s->ir, s->now, 1))
         s->now.p[s->now.n - 1] = (part) { node, 0 };
-    }
-    if (hx_json_has(node, "$ref"))
-        follow_ref(s, hx_json_str(hx_json_get(node, "$ref")));
+    if (hx_json_has(node, "$ref") &&
+        (to = resolve(s, hx_json_str(hx_json_get(node, "$ref")))) != NULL)
+        add_schema(s, to);
     all = hx_json_get(node, "allOf");
     for (size_t i = 0; i < hx_json_len(all) && s->ir->rc == 0; i++)
         add_schema(s, hx_json_at(all, i));
+    s->path.n--;
 }
 
 /* The rule of the view collected; 0: no value can satisfy it, or an error. */
@@ -763,20 +756,19 @@ static hx_ref parse_pattern(schema *s, hx_str re)
 
 static bool name_fits(schema *s, const view *v, hx_str key)
 {
+    bool fits = true;
+
     for (uint32_t i = 0; i < v->n; i++) {
         const hx_json *names = hx_json_get(node_at(s, v, i), "propertyNames");
-        const part as_view = { names, 0 };
-        schema one = *s;
-        const view w = { .at = 0, .n = 1 };
 
-        if (names == NULL)
+        if (names == NULL || !HX_PUSH(s->ir, s->part, 1))
             continue;
-        one.part.p = (part *)(uintptr_t)&as_view;
-        if (!hx_json_bool(names, true) ||
-            (hx_json_kind(names) == HX_JSON_OBJECT && !string_fits(&one, &w, key)))
-            return false;
+        s->part.p[s->part.n - 1].node = names;
+        fits &= hx_json_bool(names, true) &&
+                string_fits(s, &(view) { .at = s->part.n - 1, .n = 1 }, key);
+        s->part.n--;
     }
-    return true;
+    return fits;
 }
 
 /* The view of the member named key. */
@@ -1019,6 +1011,8 @@ static hx_ref object_tail(schema *s, const places *o, uint32_t count, uint32_t l
     const uint32_t least = o->min > count ? o->min - count : 0;
     const uint32_t most = o->max == HX_IR_NO_END ? o->max : o->max - count;
 
+    if (count > o->max)
+        return HX_NONE;
     if (s->pattern.n == 0 || most == 0)
         return least == 0 ? close : HX_NONE;
     /* Names may repeat, which a reader counts once. */
