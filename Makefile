@@ -16,9 +16,9 @@ OPT     ?= -O2 -g
 PORT    ?= 30000
 MODEL   ?= models/demo-exl3
 
+comma   := ,
 CCNAME  := $(notdir $(firstword $(CC)))
 VARIANT := $(CCNAME)$(if $(SAN),-$(subst $(comma),-,$(SAN)))
-comma   := ,
 OBJ     := obj/$(VARIANT)
 # The plain build is build/; other compilers and sanitizers get a folder of their own.
 BUILD   := $(if $(filter gcc cc,$(VARIANT)),build,build/$(VARIANT))
@@ -41,7 +41,7 @@ TESTBIN := $(patsubst %.c,$(BUILD)/test/%,$(notdir $(TESTS)))
 
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: test-gpu all serve deps test test-unit test-ops test-tiny test-run check portable fuzz bench \
+.PHONY: all serve deps deps-test test test-gpu test-unit test-ops test-tiny test-run check portable fuzz bench \
         man install clean format
 
 all: $(BUILD)/hoist
@@ -94,29 +94,37 @@ $(BUILD)/test/tok_driver: tests/tok_driver.c $(LIB)
 	@mkdir -p $(@D)
 	$(CC) $(filter-out -MMD -MP,$(CFLAGS)) $(LDFLAGS) $^ $(LIBS) -o $@
 
+# The corpora of fuzz/ replayed by the plain build.
+REPLAY := $(patsubst fuzz/%_fuzz.c,$(BUILD)/test/%_replay,$(wildcard fuzz/*_fuzz.c))
+$(BUILD)/test/%_replay: tests/fuzz_replay.c fuzz/%_fuzz.c $(LIB)
+	@mkdir -p $(@D)
+	$(CC) $(filter-out -MMD -MP,$(CFLAGS)) -Wno-missing-prototypes $(LDFLAGS) $^ $(LIBS) -o $@
+
 deps:
 	@tools/deps.sh
+deps-test:
+	@tools/deps.sh test
 
 serve: deps
 	@$(MAKE) --no-print-directory all
 	@exec $(BUILD)/hoist serve $(MODEL) --port $(PORT)
 
 # deps first, then the rest in a new make: header files and libraries may just have come.
-test: deps
+test: deps-test
 	@$(MAKE) --no-print-directory test-run
 
-test-run: $(BUILD)/hoist $(TESTBIN) $(BUILD)/test/tok_driver
+test-run: $(BUILD)/hoist $(TESTBIN) $(BUILD)/test/tok_driver $(REPLAY)
 	@tests/run.sh $(BUILD)
 
-test-unit: deps
+test-unit: deps-test
 	@$(MAKE) --no-print-directory $(TESTBIN)
 	@tests/run.sh $(BUILD) unit
 
-test-ops: deps
-	@$(MAKE) --no-print-directory $(BUILD)/test/ops_test $(BUILD)/test/fmt_test $(BUILD)/test/canon_test
+test-ops: deps-test
+	@$(MAKE) --no-print-directory $(BUILD)/test/ops_test $(BUILD)/test/ops_args_test $(BUILD)/test/fmt_test $(BUILD)/test/canon_test
 	@tests/run.sh $(BUILD) ops
 
-test-tiny: deps
+test-tiny: deps-test
 	@$(MAKE) --no-print-directory $(BUILD)/hoist $(BUILD)/test/model_test $(BUILD)/test/engine_test
 	@tests/run.sh $(BUILD) tiny
 
@@ -141,7 +149,7 @@ build/fuzz/%: fuzz/%_fuzz.c $(LIB_SRC)
 	clang -std=c11 -D_GNU_SOURCE -O1 -g -ffp-contract=off -pthread -Iinclude -Isrc \
 	    -isystem /usr/share/include/llhttp -fsanitize=fuzzer,address,undefined \
 	    $< $(LIB_SRC) /usr/share/llhttp/*.c $(LIBS) -o $@
-fuzz: deps
+fuzz: deps-test
 	@for f in $(FUZZERS); do \
 	    $(MAKE) --no-print-directory build/fuzz/$$f && mkdir -p build/fuzz/new/$$f && \
 	    build/fuzz/$$f -max_total_time=$(FUZZ_SECONDS) -rss_limit_mb=2048 -timeout=10 \

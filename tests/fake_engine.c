@@ -351,7 +351,7 @@ static void fake_step(hx_stream *s, int64_t now)
             fake_end(s, s->stop_why);
         } else {
             s->n_out++;
-            s->due_us = now + s->delay_us;
+            s->due_us = s->delay_us > 0 ? (now / s->delay_us + 1) * s->delay_us : now;
             fake_news(s);
         }
     }

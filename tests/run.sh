@@ -28,7 +28,7 @@ cmocka() {
 script() {
     local name=$1 start=$SECONDS p f s
     shift
-    timeout 900 "$@" >"$log/$name" 2>&1
+    timeout 1200 "$@" >"$log/$name" 2>&1
     local rc=$?
     p=$(grep -c '^ok ' "$log/$name") f=$(grep -c '^not ok ' "$log/$name") s=$(grep -c '^SKIP ' "$log/$name")
     [ "$rc" -ne 0 ] && [ "$f" -eq 0 ] && f=1
@@ -40,7 +40,7 @@ script() {
 }
 
 case $part in
-ops)  list="canon_test fmt_test ops_test" ;;
+ops)  list="canon_test fmt_test ops_test ops_args_test" ;;
 tiny) list="model_test engine_test" ;;
 *)    list=$(cd "$build/test" && ls -1 ./*_test | sed 's,^\./,,') ;;
 esac

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Installs what is missing to build, run and test Hoist on Debian 12 (or a relative of it).
-# As root or with sudo; says nothing when nothing is missing.
+# Installs what is missing to build and run Hoist on Debian 12 (or a relative of it); with the word
+# "test", also what its tests need. As root or with sudo; says nothing when nothing is missing.
 set -eu
 
 need=""
@@ -9,12 +9,16 @@ want() { dpkg-query -W -f='${Status}' "$1" 2>/dev/null | grep -q 'ok installed' 
 command -v gcc >/dev/null 2>&1 || need="$need gcc"
 command -v make >/dev/null 2>&1 || need="$need make"
 if command -v dpkg-query >/dev/null 2>&1; then
-    for p in libc6-dev libuv1-dev node-llhttp libjson-c-dev libpcre2-dev libutf8proc-dev \
-             libcmocka-dev python3-jinja2 python3-numpy; do
+    for p in libc6-dev libuv1-dev node-llhttp libjson-c-dev libpcre2-dev libutf8proc-dev; do
         want "$p"
     done
-    # The tests drive the server with clients from npm; any node from 18 on will do.
-    command -v node >/dev/null 2>&1 || need="$need nodejs npm"
+    if [ "${1:-}" = test ]; then
+        for p in libcmocka-dev python3 python3-jsonschema clang libclang-rt-14-dev gcc-aarch64-linux-gnu; do
+            want "$p"
+        done
+        # Clients from npm drive the server; any node from 18 on will do.
+        command -v node >/dev/null 2>&1 || need="$need nodejs npm"
+    fi
 else
     echo "deps: no dpkg here; install the libraries named in docs/ARCHITECTURE.md (Dependencies) yourself" >&2
     exit 0

@@ -141,12 +141,16 @@ static void print_raw(const hx_engine *e, const hx_event *ev, hx_utf8_stream *ut
     hx_sb_free(&out);
 }
 
-/* A chat answer: content on standard output, reasoning on standard error, calls as text. */
+/* A chat answer: content on standard output, reasoning on standard error, calls as text. ud: was
+ * the last piece reasoning? */
 static void print_reply(void *ud, const hx_reply_event *ev)
 {
     FILE *f = ev->kind == HX_REPLY_REASONING ? stderr : stdout;
+    bool *reasoning = ud;
 
-    (void)ud;
+    if (*reasoning && f == stdout)
+        fputc('\n', stderr);
+    *reasoning = f == stderr;
     if (ev->kind == HX_REPLY_CALL_END)
         fputs(")\n", f);
     else
@@ -180,6 +184,7 @@ static int generate(hx_engine *e, const hx_cli *c, const int32_t *ids, int64_t n
     hx_info info;
     hx_utf8_stream utf8 = { 0 };
     hx_reply *reply = NULL;
+    bool reasoning = false;
     hx_stream *s;
     hx_event ev;
     hx_err err = { 0 };
@@ -203,10 +208,10 @@ static int generate(hx_engine *e, const hx_cli *c, const int32_t *ids, int64_t n
         else if (ev.kind == HX_EV_TOKENS && c->raw)
             print_raw(e, &ev, &utf8);
         else if (ev.kind == HX_EV_TOKENS)
-            cli_reply_feed(reply, &ev, print_reply, NULL, &err);
+            cli_reply_feed(reply, &ev, print_reply, &reasoning, &err);
     } while (ev.kind != HX_EV_DONE && ev.kind != HX_EV_ERROR);
     if (reply != NULL)
-        hx_reply_end(reply, print_reply, NULL, NULL, &err);
+        hx_reply_end(reply, print_reply, &reasoning, NULL, &err);
     if (ev.kind == HX_EV_DONE) {
         putchar('\n');
         fflush(stdout);

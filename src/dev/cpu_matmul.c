@@ -407,9 +407,21 @@ static void add_plain(const hx_mm_kernels *k, const outputs *o, int64_t c, int64
 static void close_trees(const float *tree, int levels, int cols, int n_row, uint32_t n,
                         float *y)
 {
-    for (int r = 0; r < n_row; r++, tree += levels * cols, y += BAND)
-        for (int c = 0; c < cols; c++)
-            y[c] = hx_canon_tree_sum(tree + c, cols, n);
+    for (int r = 0; r < n_row; r++, tree += levels * cols, y += BAND) {
+        const float *level = tree;
+        bool any = false;
+
+        for (uint32_t bits = n; bits != 0; bits >>= 1, level += cols) {
+            if ((bits & 1) == 0)
+                continue;
+            if (!any)
+                memcpy(y, level, (size_t)cols * sizeof(float));
+            else
+                for (int c = 0; c < cols; c++)
+                    y[c] = level[c] + y[c];
+            any = true;
+        }
+    }
 }
 
 /* y f32 [n_row][BAND] = outputs band * BAND … of W x; what lies past o->n is undefined.

@@ -1,32 +1,201 @@
-/* cuda.h - what the CUDA files of dev share among themselves; nobody else includes it. */
+/* cuda.h - what the CUDA files of dev share among themselves; nobody else includes it.
+ * Products with EXL3 matrices for decode calls: their jobs, their work memory, and the
+ * device functions that make and end them. */
 #ifndef HX_CUDA_H
 #define HX_CUDA_H
 
 #include <cuda_runtime.h>
 
 #include "dev/dev.h"
+#include "dev/fmt_exl3.h"
 
-/* One product with an EXL3 matrix: y[r, 0..n) = W x[r, 0..k) for r < rows. Device memory; trellis
- * 16-byte aligned, it may be pinned host memory. */
+enum {
+    HX_CUDA_JOB_ROWS = 16, /* most rows of one job */
+    HX_CUDA_MAX_BPS = 4    /* most 128-input blocks of one thread block */
+};
+
+/* One product y[row, 0..n) = W x[row, 0..k) (+ bias) of up to HX_CUDA_JOB_ROWS rows.
+ * Device memory; trellis 16-byte aligned, it may be mapped host memory. */
 typedef struct {
-    const void  *trellis, *suh, *svh, *bias;
-    const float *x;
-    float       *y;
-    int64_t      ldx, ldy, n, k, n_pad, k_pad;
-    int          rows;
+    const void    *trellis, *suh, *svh, *bias;
+    const float   *x;    /* may be NULL where the activations are there already */
+    float         *y;
+    int64_t        ldx, ldy, n, k;
+    const int32_t *row;  /* [rows] row of x and y; NULL: 0, 1, 2 … */
+    int32_t        slot; /* added to the row: its place in the work memory */
+    int32_t        rows; /* 0: nothing to do */
 } hx_cuda_job;
 
-/* How the inputs are split over thread blocks, and where they meet. scratch: f32 [jobs, n_pad / 128,
- * splits, 8 or 16 rows, 128]; ticket: int [jobs, n_pad / 128], zero before and after every launch. */
+/* Factors of a quantised block (canon.h, step 2). */
 typedef struct {
-    int    bps;              /* 128-input blocks of one thread block */
-    float *scratch;
-    int   *ticket;
-} hx_cuda_split;
+    float   q;
+    int32_t sum;
+} hx_cuda_scale;
 
-/* jobs: device array [n_job], all of one rate and shape, MUL1, at most 16 rows each; rows: the most. */
-cudaError_t hx_cuda_exl3_rows(const hx_cuda_job *jobs, int n_job, int rows, int k2, int64_t n_pad,
-                              int64_t k_pad, hx_cuda_split sp, cudaStream_t stream);
-int hx_cuda_exl3_bps(int64_t n_pad, int64_t k_pad, int n_job, int n_sm);
+/* Device memory that products use: one owner, one stream. */
+typedef struct {
+    int    *ticket; /* [n_ticket], zero between launches; n_pad / 128 for each job */
+    int64_t n_ticket;
+    void   *p;      /* [bytes], 256-byte aligned */
+    size_t  bytes;
+    int     n_sm;
+    bool    overlap; /* compute capability 9.0: launches may overlap their ends */
+} hx_cuda_work;
+
+/* What jobs of one launch have in common. */
+typedef struct {
+    int64_t     n_pad, k_pad;
+    int         k2, n_job, rows; /* rows: the most of any job */
+    int64_t     slots;           /* rows in the work memory */
+    hx_codebook codebook;
+    int         bps;             /* 128-input blocks of a thread block: 1, 2, 4; 0: choose */
+    bool        chained; /* the jobs' activations come from the launch just before */
+    bool        fresh;   /* so do the jobs themselves */
+} hx_cuda_shape;
+
+/* Work memory, as laid out for a shape. */
+typedef struct {
+    uint2         *plane; /* [slots, k_pad / 128, 32] */
+    hx_cuda_scale *scale; /* [slots, k_pad / 128] */
+    float         *part;  /* [slots, n_pad / 128, splits, 128] */
+    int           *ticket;
+} hx_cuda_area;
+
+size_t      hx_cuda_area_bytes(const hx_cuda_shape *s, int n_sm);
+cudaError_t hx_cuda_area_of(const hx_cuda_shape *s, const hx_cuda_work *w,
+                            hx_cuda_area *out);
+
+/* Products: hx_cuda_rows() one job, by value; hx_cuda_jobs() a device array [n_job] whose
+ * activations are in the area already. */
+cudaError_t hx_cuda_rows(const hx_cuda_job *job, const hx_cuda_shape *s,
+                         const hx_cuda_work *w, cudaStream_t stream);
+cudaError_t hx_cuda_jobs(const hx_cuda_job *jobs, const hx_cuda_shape *s,
+                         const hx_cuda_work *w, cudaStream_t stream);
+
+/* ---- experts ------------------------------------------------------------ */
+
+typedef struct {
+    const void *trellis, *suh, *svh;
+} hx_cuda_mat;
+
+typedef struct {
+    hx_cuda_mat gate, up, down;
+} hx_cuda_expert;
+
+/* hx_op_moe's arguments on the device; experts of one shape, rate by projection. */
+typedef struct {
+    float                *y;
+    const float          *x;
+    const int32_t        *id;     /* [rows, active] */
+    const hx_cuda_expert *expert; /* [n_expert] */
+    int                   rows, active;
+    int64_t               d, f, d_pad, f_pad; /* model and expert width */
+    int                   k2_gate, k2_up, k2_down;
+    hx_codebook           codebook;
+    float                 limit;
+    int                   bps_in, bps_out; /* as in hx_cuda_shape */
+} hx_cuda_moe;
+
+size_t      hx_cuda_moe_bytes(const hx_cuda_moe *m, int n_sm);
+cudaError_t hx_cuda_experts(const hx_cuda_moe *m, const hx_cuda_work *w,
+                            cudaStream_t stream);
+
+/* Launches with the permission to start while the launch before it ends. */
+template <class... P, class... A>
+static cudaError_t hx_cuda_launch(bool overlap, void (*kernel)(P...), dim3 grid, dim3 block,
+                                  size_t shared, cudaStream_t stream, A &&...args)
+{
+    cudaLaunchAttribute attr = {};
+    cudaLaunchConfig_t cfg = {};
+
+    attr.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attr.val.programmaticStreamSerializationAllowed = 1;
+    cfg.gridDim = grid;
+    cfg.blockDim = block;
+    cfg.dynamicSmemBytes = shared;
+    cfg.stream = stream;
+    cfg.attrs = &attr;
+    cfg.numAttrs = overlap ? 1 : 0;
+    return cudaLaunchKernelEx(&cfg, kernel, static_cast<A &&>(args)...);
+}
+
+/* ---- device functions ----------------------------------------------------- */
+
+/* Until here a kernel may run beside the one before it in the stream. */
+__device__ static inline void hx_cuda_after_previous(void)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/* From here on the next kernel may start, up to its own hx_cuda_after_previous(). */
+__device__ static inline void hx_cuda_allow_next(void)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+/* The rotation of 128 values, four neighbours a lane; the order of canon.h. */
+__device__ static inline void hx_cuda_rotate(float v[4])
+{
+    const int lane = threadIdx.x & 31;
+    const float a = v[0] + v[1], b = v[0] - v[1], c = v[2] + v[3], d = v[2] - v[3];
+
+    v[0] = a + c;
+    v[1] = b + d;
+    v[2] = a - c;
+    v[3] = b - d;
+    for (int w = 1; w < 32; w *= 2)
+        for (int i = 0; i < 4; i++) {
+            const float o = __shfl_xor_sync(~0u, v[i], w);
+
+            v[i] = (lane & w) != 0 ? o - v[i] : v[i] + o;
+        }
+    for (int i = 0; i < 4; i++)
+        v[i] = v[i] * HX_CANON_ROOT;
+}
+
+/* Rotates and quantises a block of x * suh (canon.h, steps 1 and 2), four neighbours a
+ * lane, one warp. plane: 32 pairs (i, j); pair 4 t + q holds the planes of the inputs 2q,
+ * 2q + 1, 2q + 8, 2q + 9 of tile row t, as the tensor cores want them. */
+__device__ static inline void hx_cuda_quantize(float v[4], uint2 *plane,
+                                               hx_cuda_scale *scale)
+{
+    const int lane = threadIdx.x & 31, l = lane & 3;
+    const float top = (float)HX_CANON_AMAX;
+    uint32_t peak = 0, wi = 0, wj = 0;
+    int32_t total = 0;
+
+    hx_cuda_rotate(v);
+    for (int i = 0; i < 4; i++)
+        peak = max(peak, hx_bits_of(v[i]) & 0x7FFFFFFFu);
+    peak = __reduce_max_sync(~0u, peak);
+    const float m = hx_float_of(peak), inv = peak == 0 ? 0.0f : __fdiv_rn(top, m);
+    for (int i = 0; i < 4; i++) {
+        float t = v[i] * inv;
+        int pi, pj;
+
+        t = t < top ? t : top;
+        t = t > -top ? t : -top;
+        const int a = __float2int_rn(t);
+        hx_canon_planes(a, &pi, &pj);
+        total += a;
+        wi |= (uint32_t)(pi & 255) << (8 * i);
+        wj |= (uint32_t)(pj & 255) << (8 * i);
+    }
+    total = __reduce_add_sync(~0u, total);
+    /* Lane 4 t + l has inputs 4 l … 4 l + 3 of tile row t; pair q wants two of lane q / 2
+     * and two of lane 2 + q / 2. */
+    const int from = (lane & ~3) + (l >> 1);
+    const uint32_t pick = (l & 1) != 0 ? 0x7632 : 0x5410;
+    const uint32_t i0 = __shfl_sync(~0u, wi, from), i1 = __shfl_sync(~0u, wi, from + 2);
+    const uint32_t j0 = __shfl_sync(~0u, wj, from), j1 = __shfl_sync(~0u, wj, from + 2);
+
+    plane[lane] = make_uint2(__byte_perm(i0, i1, pick), __byte_perm(j0, j1, pick));
+    if (lane == 0)
+        *scale = hx_cuda_scale{ __fdiv_rn(m, top), total };
+}
 
 #endif

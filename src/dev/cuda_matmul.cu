@@ -1,22 +1,64 @@
-/* cuda_matmul.cu - products with EXL3 matrices on the GPU in the canonical arithmetic (canon.h):
- * the bits of cpu_matmul.c, for decode calls of 1 to 16 rows. Called through the operation table
- * in cuda.cu and, for experts, by cuda_moe.cu. Never allocates, synchronises or reads back.
+/* cuda_matmul.cu - products with EXL3 matrices on the GPU in the canonical arithmetic
+ * (canon.h): the bits of cpu_matmul.c for decode calls, up to 16 rows a job. Called through
+ * the operation table in cuda.cu and, for experts, by cuda_moe.cu. Never allocates,
+ * synchronises or reads back.
  *
- * The integer sum of a block comes from the tensor cores: the 32-bit product of a state and the
- * codebook's multiplier is four unsigned bytes, and those are four k-slots of an
- * mma.m16n8k32 (s8 x u8) whose A operand repeats the activation four times. Rows 0 to 7 of A are
- * the planes i of up to eight activation rows, rows 8 to 15 their planes j (canon.h, step 2), so
- * one pass over the weights serves both planes. */
+ * Two launches. The first rotates and quantises every 128-input block of every row once.
+ * The second reads every weight once and multiplies on the tensor cores: the weights of 16
+ * outputs are the A operand of an mma, the planes i and j of four activation rows the
+ * eight columns of its B operand.
+ *
+ * MUL1: the 32-bit product of a state and the multiplier is four unsigned bytes whose sum
+ * is the weight, so it is four k-slots of mma.m16n8k32 (u8 x s8) as it stands, against an
+ * activation repeated four times. MCG, 3INST: the weight is 256 hi + lo, one product
+ * each. */
 #include "dev/cuda.h"
-#include "dev/fmt_exl3.h"
 
-#define GROUP_COLS 128                /* outputs of one thread block: one Hadamard block */
-#define WARPS      8                  /* each one 16-column tile of the group */
+#define GROUP_COLS 128              /* outputs of a thread block: one rotation */
+#define WARPS      4                /* each two 16-column tiles of the group */
 #define THREADS    (32 * WARPS)
-#define ROWS_MMA   8                  /* activation rows in one A operand */
-#define MAX_BPS    8                  /* 128-input blocks of one thread block */
+#define ROWS_MMA   4                /* activation rows in one B operand */
+#define PLANE      256              /* bytes of the planes of a block of a row */
+#define PLANE_STEP 288              /* the same in shared memory: 4 rows, no conflicts */
+#define MIN_BLOCKS(rq, half) ((rq) == 4 ? 3 : (half) || (rq) == 2 ? 4 : 5)
+#define MAX_LEVELS 5                /* of the join: 8 * 2^5 - 8 splits */
 
-/* ---- pieces ------------------------------------------------------------ */
+/* The second launch's arguments. */
+struct product {
+    hx_cuda_job        one;
+    const hx_cuda_job *many;        /* NULL: one */
+    hx_cuda_area       area;
+    int64_t            n_pad, k_pad;
+    int                bps, rows;   /* rows: the most, for which shared memory is sized */
+    bool               fresh;
+};
+
+/* ---- activations -------------------------------------------------------- */
+
+/* Grid (blocks of k / 4, rows), 128 threads: a warp makes one block of one row. */
+__global__ void __launch_bounds__(THREADS)
+    exl3_quantize(const __grid_constant__ hx_cuda_job j, int64_t n_block, hx_cuda_area area)
+{
+    const int lane = threadIdx.x & 31;
+    const int64_t b = (int64_t)blockIdx.x * WARPS + (threadIdx.x >> 5), at = b * 128 + 4 * lane;
+    const int64_t row = blockIdx.y;
+    const int64_t out = (j.slot + row) * n_block + b;
+    const uint16_t *suh = (const uint16_t *)j.suh + at;
+    const float *x = j.x + row * j.ldx + at;
+    float v[4];
+
+    /* In this order: what starts early reads weights that a kernel before may have put
+     * there. */
+    hx_cuda_after_previous();
+    hx_cuda_allow_next();
+    if (b >= n_block)
+        return;
+    for (int i = 0; i < 4; i++)
+        v[i] = (at + i < j.k ? x[i] : 0.0f) * hx_f16_to(suh[i]);
+    hx_cuda_quantize(v, area.plane + out * 32, &area.scale[out]);
+}
+
+/* ---- weights ------------------------------------------------------------ */
 
 __device__ static inline void copy16(void *to, const void *from)
 {
@@ -34,327 +76,544 @@ __device__ static inline void copy_commit(void)
 __device__ static inline void copy_wait(int n)
 {
     switch (n) {
-    case 0: asm volatile("cp.async.wait_group 0;"); break;
-    case 1: asm volatile("cp.async.wait_group 1;"); break;
-    case 2: asm volatile("cp.async.wait_group 2;"); break;
-    case 3: asm volatile("cp.async.wait_group 3;"); break;
-    case 4: asm volatile("cp.async.wait_group 4;"); break;
-    case 5: asm volatile("cp.async.wait_group 5;"); break;
-    case 6: asm volatile("cp.async.wait_group 6;"); break;
-    default: asm volatile("cp.async.wait_group 7;"); break;
+    case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
+    case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
+    case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
+    default: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
     }
 }
 
-__device__ static inline void mma_s8u8(int32_t c[4], const uint32_t a[4], uint32_t b0, uint32_t b1)
-{
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-                 "{%8,%9}, {%0,%1,%2,%3};"
-                 : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-/* The rotation of 128 values, four neighbours a lane; the order of canon.h. */
-__device__ static inline void rotate(float v[4])
-{
-    const int lane = threadIdx.x & 31;
-    float a = v[0] + v[1], b = v[0] - v[1], c = v[2] + v[3], d = v[2] - v[3];
-
-    v[0] = a + c;
-    v[1] = b + d;
-    v[2] = a - c;
-    v[3] = b - d;
-    for (int w = 1; w < 32; w *= 2)
-        for (int i = 0; i < 4; i++) {
-            const float o = __shfl_xor_sync(~0u, v[i], w);
-
-            v[i] = (lane & w) != 0 ? o - v[i] : v[i] + o;
-        }
-    for (int i = 0; i < 4; i++)
-        v[i] = v[i] * HX_CANON_ROOT;
-}
-
-/* The eight 16-bit windows of a lane: stream positions 8 lane … 8 lane + 7 of a tile in shared
- * memory. Positions whose windows lie in the same two words share them. */
+/* Eight windows of 16 bits, those of stream positions 8 lane … 8 lane + 7 of a tile in
+ * shared memory. Positions that fit two words share them. A window is first brought to the
+ * upper half of a word by a left shift, which the compiler may give to the multiplier, and
+ * then taken out by one byte permutation. */
 template <int K2>
 __device__ static inline void windows(const uint32_t *tile, int lane, uint32_t s[8])
 {
     constexpr int words = 4 * K2;
-    constexpr int per = K2 <= 8 ? 8 : K2 == 14 ? 2 : 4;
+    constexpr int per = K2 == 14 ? 2 : K2 <= 6 || K2 == 8 ? 8 : 4;
 
+#pragma unroll
     for (int g = 0; g < 8; g += per) {
-        const int end = ((8 * lane + g + per) * K2) >> 1;      /* bit after the group's last */
+        const int end = ((8 * lane + g + per) * K2) >> 1; /* bit after the group's last */
         const int w = (end - 1) >> 5, h = w == 0 ? words - 1 : w - 1;
-        const uint32_t lo = tile[w], hi = tile[h];
         const int sh = 31 - ((end - 1) & 31);
-        const uint32_t x = __funnelshift_r(lo, hi, sh), y = hi >> sh;
+        const uint32_t lo = tile[w], hi = tile[h], x = __funnelshift_r(lo, hi, sh);
+        const int far = (((g + per) * K2) >> 1) - (((g + 1) * K2) >> 1);
+        const int d = far > 16 ? far - 16 : 0; /* z: the group's first window on top */
+        const uint32_t z = far > 16 ? __funnelshift_r(lo, hi, sh + d) : x;
 
-        for (int j = 0; j < per; j++) {
-            const int p = 8 * lane + g + j + 1;
-            const int down = K2 % 2 == 0 ? (per - 1 - j) * (K2 / 2) : end - ((p * K2) >> 1);
+#pragma unroll
+        for (int j = g; j < g + per; j++) {
+            const int down = (((g + per) * K2) >> 1) - (((j + 1) * K2) >> 1);
 
-            s[g + j] = (down + 16 <= 32 ? x >> down : __funnelshift_r(x, y, down & 31)) & 0xFFFF;
+            if (down == 0 || down == 8)
+                s[j] = __byte_perm(x, 0, down == 0 ? 0x4410 : 0x4421);
+            else if (down <= 16)
+                s[j] = __byte_perm(x << (16 - down), 0, 0x4432);
+            else if (down == d || down == d + 8)
+                s[j] = __byte_perm(z, 0, down == d ? 0x4410 : 0x4421);
+            else
+                s[j] = __byte_perm(z << (16 - (down - d)), 0, 0x4432);
         }
     }
 }
 
-/* ---- the kernel ----------------------------------------------------------- */
-
-/* Activations of one block of one row, as the A operand wants them: for tile row t and q = lane & 3
- * the planes of inputs 2q, 2q + 1, 2q + 8, 2q + 9. */
-struct act_block {
-    uint32_t plane[8][4][2];          /* [tile row][q][i, j] */
-};
-
-template <int RG>
-struct __align__(16) shared_head {
-    act_block act[RG][MAX_BPS][ROWS_MMA];      /* [row group][block][row] */
-    float     q[RG][MAX_BPS][ROWS_MMA];
-    int32_t   sum[RG][MAX_BPS][ROWS_MMA];
-    float     out[RG * ROWS_MMA][GROUP_COLS];
-    int       last;
-};
-
-/* Rotates and quantises block b of row r (canon.h, steps 1 and 2), one warp. */
-__device__ static void make_act(const hx_cuda_job *j, int64_t block, int r, act_block *out, float *q,
-                                int32_t *sum)
+/* Weights of two states as int16, in one word: the sum of an fp16 pair (fmt_exl3.h), whose
+ * unit 2^-13 an fp32 with the unit 1 leaves in the low bits. */
+__device__ static inline uint32_t half_weights(uint32_t s0, uint32_t s1, uint32_t mul,
+                                               uint32_t add)
 {
-    const int lane = threadIdx.x & 31;
-    const int64_t at = block * 128 + 4 * lane;
-    const float *x = j->x + r * j->ldx + at;
-    const uint16_t *suh = (const uint16_t *)j->suh + at;
-    float v[4];
-    uint32_t peak = 0;
-    int32_t a[4], total = 0;
+    const uint32_t y0 = ((s0 * mul + add) & 0x8FFF8FFFu) ^ 0x3B603B60u;
+    const uint32_t y1 = ((s1 * mul + add) & 0x8FFF8FFFu) ^ 0x3B603B60u;
+    const uint32_t a = __byte_perm(y0, y1, 0x5410), b = __byte_perm(y0, y1, 0x7632);
+    float f0, f1;
 
-    for (int i = 0; i < 4; i++)
-        v[i] = (at + i < j->k ? x[i] : 0.0f) * hx_f16_to(suh[i]);
-    rotate(v);
-    for (int i = 0; i < 4; i++)
-        peak = max(peak, hx_bits_of(v[i]) & 0x7FFFFFFFu);
-    peak = __reduce_max_sync(~0u, peak);
-
-    const float top = (float)HX_CANON_AMAX, m = hx_float_of(peak);
-    const float inv = peak == 0 ? 0.0f : __fdiv_rn(top, m);
-    for (int i = 0; i < 4; i++) {
-        float t = v[i] * inv;
-
-        t = t < top ? t : top;
-        t = t > -top ? t : -top;
-        a[i] = __float2int_rn(t);
-        total += a[i];
-    }
-    total = __reduce_add_sync(~0u, total);
-    if (lane == 0) {
-        *q = __fdiv_rn(m, top);
-        *sum = total;
-    }
-    /* Input 4 lane + i of the block: tile row lane / 4, row 4 (lane & 3) + i of the tile. */
-    uint8_t *bytes = (uint8_t *)out->plane[lane >> 2];
-    for (int i = 0; i < 4; i++) {
-        const int row = 4 * (lane & 3) + i, slot = (row & 1) + 2 * (row >> 3);
-        int pi, pj;
-
-        hx_canon_planes(a[i], &pi, &pj);
-        bytes[((row & 7) >> 1) * 8 + slot] = (uint8_t)pi;
-        bytes[((row & 7) >> 1) * 8 + 4 + slot] = (uint8_t)pj;
-    }
+    asm("{.reg .b16 l, h; .reg .b32 v; add.rn.f16x2 v, %2, %3; mov.b32 {l, h}, v;"
+        " cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
+        : "=f"(f0), "=f"(f1)
+        : "r"(a), "r"(b));
+    return __byte_perm(hx_bits_of(fmaf(f0, 8192.0f, 12582912.0f)),
+                       hx_bits_of(fmaf(f1, 8192.0f, 12582912.0f)), 0x5410);
 }
 
-/* One thread block: 128 outputs, bps blocks of inputs, all rows. Grid (n_pad / 128, splits, jobs), 256
- * threads. Reads every trellis byte of its part once (16-byte copies, all in flight at once), writes
- * rows x 128 floats. Splits leave their subtree in scratch; the last one to come joins them in tree order,
- * rotates, scales and writes y. Shared: the head, then bps * 8 rows of 8 tiles. */
-template <int K2, int RG>
-__global__ void __launch_bounds__(THREADS) exl3_rows(const hx_cuda_job *jobs, hx_cuda_split sp)
+/* ---- multiplying ---------------------------------------------------------- */
+
+#define MMA(name, type)                                                                   \
+    __device__ static inline void name(int32_t c[4], uint32_t a0, uint32_t a1, uint32_t a2,   \
+                                       uint32_t a3, uint32_t b0, uint32_t b1)                 \
+    {                                                                                     \
+        asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." type ".s8.s32 "             \
+                     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"              \
+                     : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])                     \
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));             \
+    }
+MMA(mma_u8, "u8")
+MMA(mma_s8, "s8")
+#undef MMA
+
+/* Where a lane finds a block of 128 inputs in shared memory. */
+struct place {
+    const uint8_t  *tiles;    /* the warp's first tile; a row of tiles is 128 K2 bytes */
+    const uint32_t *plane[4]; /* the lane's row and plane of each row quad */
+};
+
+/* c[row quad][tile]: sums of a block, those of outputs g and g + 8 and row q: planes i and
+ * j of g, then of g + 8 (g = lane / 4, q = lane % 4). */
+template <int K2, int RQ>
+__device__ static inline void block_mul1(const place &at, int lane, int32_t c[RQ][2][4])
 {
-    extern __shared__ __align__(16) uint8_t raw[];
-    shared_head<RG> *sh = (shared_head<RG> *)raw;
-    uint8_t *tiles = raw + sizeof(shared_head<RG>);
-    const hx_cuda_job *j = &jobs[blockIdx.z];
-    constexpr int tile_bytes = 16 * K2, row_bytes = 8 * tile_bytes, block_bytes = 8 * row_bytes;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rows = j->rows;
-    const int64_t block0 = (int64_t)blockIdx.y * sp.bps, n_block = j->k_pad / 128;
-    const int mine = (int)min((int64_t)sp.bps, n_block - block0);
-    const int64_t pitch = j->n_pad / 16 * tile_bytes;      /* bytes of a row of tiles */
-
-    if (rows == 0)
-        return;
-    const uint8_t *src = (const uint8_t *)j->trellis + block0 * 8 * pitch + (int64_t)blockIdx.x * row_bytes;
-    for (int b = 0; b < mine; b++) {
-        for (int i = threadIdx.x; i < block_bytes / 16; i += THREADS)
-            copy16(tiles + b * block_bytes + i * 16,
-                   src + (b * 8 + i * 16 / row_bytes) * pitch + i * 16 % row_bytes);
-        copy_commit();
-    }
-    for (int i = warp; i < mine * RG * ROWS_MMA; i += WARPS) {
-        const int b = i / (RG * ROWS_MMA), r = i % (RG * ROWS_MMA);
-        act_block *out = &sh->act[r / ROWS_MMA][b][r % ROWS_MMA];
-
-        if (r < rows)
-            make_act(j, block0 + b, r, out, &sh->q[r / ROWS_MMA][b][r % ROWS_MMA],
-                     &sh->sum[r / ROWS_MMA][b][r % ROWS_MMA]);
-        else
-            for (int k = lane; k < 64; k += 32)
-                ((uint32_t *)out)[k] = 0;
-    }
-
-    const int g = lane >> 2, q = lane & 3;
-    float level[4][RG][4];            /* finished subtrees of 1, 2, 4, 8 blocks */
-    for (int b = 0; b < mine; b++) {
-        int32_t c[RG][2][4] = {};
-
-        copy_wait(mine - 1 - b);
-        __syncthreads();
-        const uint8_t *base = tiles + b * block_bytes + warp * tile_bytes;
 #pragma unroll 2
-        for (int t = 0; t < 8; t++) {
+    for (int t = 0; t < 8; t++) {
+        uint32_t b[RQ][4];
+
+        for (int rq = 0; rq < RQ; rq++)
+            for (int i = 0; i < 4; i++)
+                b[rq][i] = __byte_perm(at.plane[rq][8 * t], 0, 0x1111u * (uint32_t)i);
+#pragma unroll
+        for (int tile = 0; tile < 2; tile++) {
             uint32_t s[8];
 
-            windows<K2>((const uint32_t *)(base + t * row_bytes), lane, s);
+            windows<K2>((const uint32_t *)(at.tiles + (8 * t + tile) * 16 * K2), lane, s);
             for (int i = 0; i < 8; i++)
                 s[i] *= HX_EXL3_MUL1;
-            for (int rg = 0; rg < RG; rg++) {
-                const uint32_t pi = sh->act[rg][b][g].plane[t][q][0], pj = sh->act[rg][b][g].plane[t][q][1];
-                const uint32_t a0[4] = { __byte_perm(pi, 0, 0x0000), __byte_perm(pj, 0, 0x0000),
-                                         __byte_perm(pi, 0, 0x1111), __byte_perm(pj, 0, 0x1111) };
-                const uint32_t a1[4] = { __byte_perm(pi, 0, 0x2222), __byte_perm(pj, 0, 0x2222),
-                                         __byte_perm(pi, 0, 0x3333), __byte_perm(pj, 0, 0x3333) };
-
-                mma_s8u8(c[rg][0], a0, s[0], s[1]);
-                mma_s8u8(c[rg][0], a1, s[2], s[3]);
-                mma_s8u8(c[rg][1], a0, s[4], s[5]);
-                mma_s8u8(c[rg][1], a1, s[6], s[7]);
+            for (int rq = 0; rq < RQ; rq++) {
+                mma_u8(c[rq][tile], s[0], s[4], s[1], s[5], b[rq][0], b[rq][1]);
+                mma_u8(c[rq][tile], s[2], s[6], s[3], s[7], b[rq][2], b[rq][3]);
             }
         }
-        for (int rg = 0; rg < RG; rg++)
-            for (int i = 0; i < 4; i++) {
-                const int32_t total = sh->sum[rg][b][g];
-                const int32_t *cc = c[rg][i >> 1];
-                const uint32_t sum = 254u * (uint32_t)cc[i & 1] + (uint32_t)cc[2 + (i & 1)] -
-                                     512u * (uint32_t)total;
-                float t = fmaf((float)(int32_t)sum, HX_CANON_K_INV, HX_CANON_C2 * (float)total) *
-                          sh->q[rg][b][g];
-
-#pragma unroll
-                for (int l = 0; l < 4; l++) {
-                    if ((b >> l & 1) == 0) {
-                        level[l][rg][i] = t;
-                        break;
-                    }
-                    t = level[l][rg][i] + t;
-                }
-            }
     }
-    /* What is left of the tree joins from the right. */
-    for (int rg = 0; rg < RG; rg++)
-        for (int i = 0; i < 4; i++) {
-            const int r = rg * ROWS_MMA + g, col = 16 * warp + 8 * (i >> 1) + 2 * q + (i & 1);
-            float t = 0;
-            bool any = false;
+}
+
+/* The same with weights 256 hi + lo, two rows of tiles in one mma. */
+template <int K2, int RQ>
+__device__ static inline void block_half(const place &at, int lane, uint32_t mul, uint32_t add,
+                                         int32_t lo[RQ][2][4], int32_t hi[RQ][2][4])
+{
+#pragma unroll 1
+    for (int t = 0; t < 8; t += 2)
+#pragma unroll
+        for (int tile = 0; tile < 2; tile++) {
+            uint32_t a_lo[4], a_hi[4]; /* [2 row of tiles + column half] */
 
 #pragma unroll
-            for (int l = 0; l < 4; l++)
-                if ((mine >> l & 1) != 0) {
-                    t = any ? level[l][rg][i] + t : level[l][rg][i];
-                    any = true;
+            for (int k = 0; k < 2; k++) {
+                uint32_t s[8];
+
+                windows<K2>((const uint32_t *)(at.tiles + (8 * (t + k) + tile) * 16 * K2),
+                            lane, s);
+                for (int h = 0; h < 2; h++) {
+                    const uint32_t v = half_weights(s[4 * h], s[4 * h + 1], mul, add);
+                    const uint32_t w = half_weights(s[4 * h + 2], s[4 * h + 3], mul, add);
+
+                    a_lo[2 * k + h] = __byte_perm(v, w, 0x6420);
+                    a_hi[2 * k + h] = __byte_perm(v, w, 0x7531);
                 }
-            if (r < rows)
-                sh->out[r][col] = t;
+            }
+            for (int rq = 0; rq < RQ; rq++) {
+                const uint32_t b0 = at.plane[rq][8 * t], b1 = at.plane[rq][8 * t + 8];
+
+                mma_u8(lo[rq][tile], a_lo[0], a_lo[1], a_lo[2], a_lo[3], b0, b1);
+                mma_s8(hi[rq][tile], a_hi[0], a_hi[1], a_hi[2], a_hi[3], b0, b1);
+            }
         }
+}
+
+/* The term of canon.h, step 4, of the sums of planes i and j. */
+template <bool HALF>
+__device__ static inline float term(const int32_t lo[2], const int32_t hi[2], hx_cuda_scale s)
+{
+    if (HALF)
+        return hx_canon_term_half(256 * hi[0] + lo[0], 256 * hi[1] + lo[1], s.q);
+    return hx_canon_term_mul1((int32_t)(254u * (uint32_t)lo[0] + (uint32_t)lo[1] -
+                                        512u * (uint32_t)s.sum),
+                              s.sum, s.q);
+}
+
+/* ---- the tree (canon.h, step 5) -------------------------------------------- */
+
+/* Takes term b of a thread block; level holds finished subtrees of 1, 2 and 4 terms. */
+__device__ static inline void tree_put(float level[3], int b, float t)
+{
+    if ((b & 1) == 0) {
+        level[0] = t;
+    } else if ((b & 2) == 0) {
+        level[1] = level[0] + t;
+    } else {
+        level[2] = level[1] + (level[0] + t);
+    }
+}
+
+/* The sum of n terms, 1 to 4: what is left joins from the right. */
+__device__ static inline float tree_get(const float level[3], int n)
+{
+    return n == 4 ? level[2] : n == 3 ? level[1] + level[0] : n == 2 ? level[1] : level[0];
+}
+
+__device__ static inline float4 plus(float4 a, float4 b)
+{
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+/* Four outputs of n splits, step floats apart. Eight at a time, so that their loads
+ * overlap. */
+__device__ static float4 join(const float *part, int64_t step, int n)
+{
+    float4 level[MAX_LEVELS], t = make_float4(0, 0, 0, 0);
+    bool any = false;
+    const int n_batch = (n + 7) / 8;
+
+    for (int b = 0; b < n_batch; b++) {
+        const int have = n - 8 * b;
+        float4 v[8];
+
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            v[i] = i < have ? __ldcg((const float4 *)(part + (8 * b + i) * step))
+                            : make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (int w = 1; w < 8; w *= 2)
+#pragma unroll
+            for (int i = 0; i < 8; i += 2 * w)
+                if (i + w < have)
+                    v[i] = plus(v[i], v[i + w]);
+        bool carry = true;
+#pragma unroll
+        for (int l = 0; l < MAX_LEVELS; l++) {
+            const bool full = (b >> l & 1) != 0;
+
+            if (carry && full)
+                v[0] = plus(level[l], v[0]);
+            else if (carry)
+                level[l] = v[0];
+            carry = carry && full;
+        }
+    }
+#pragma unroll
+    for (int l = 0; l < MAX_LEVELS; l++)
+        if ((n_batch >> l & 1) != 0) {
+            t = any ? plus(level[l], t) : level[l];
+            any = true;
+        }
+    return t;
+}
+
+/* canon.h, step 6: y of four neighbouring outputs a lane. */
+__device__ static void finish(const hx_cuda_job *j, int64_t row, float4 t)
+{
+    const int64_t col = (int64_t)blockIdx.x * GROUP_COLS + 4 * (threadIdx.x & 31);
+    const uint16_t *svh = (const uint16_t *)j->svh + col, *bias = (const uint16_t *)j->bias;
+    float v[4] = { t.x, t.y, t.z, t.w };
+
+    hx_cuda_rotate(v);
+    for (int i = 0; i < 4; i++)
+        if (col + i < j->n) {
+            float y = v[i] * hx_f16_to(svh[i]);
+
+            if (bias != NULL)
+                y = y + hx_f16_to(bias[col + i]);
+            j->y[row * j->ldy + col + i] = y;
+        }
+}
+
+/* True in the thread block that comes last of the group's splits. */
+__device__ static bool is_last(int *ticket, int n_split)
+{
+    __shared__ int last;
+
+    __threadfence();
     __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicAdd(ticket, 1) == n_split - 1;
+        if (last)
+            *ticket = 0;
+    }
+    __syncthreads();
+    __threadfence();
+    return last != 0;
+}
 
-    const int n_split = gridDim.y;
+/* ---- the kernel ------------------------------------------------------------- */
+
+__device__ static inline int64_t row_of(const hx_cuda_job *j, int r)
+{
+    return j->row != NULL ? j->row[r] : r;
+}
+
+/* The splits' sums of a row and the thread block's outputs. */
+__device__ static inline float *part_of(const product &p, const hx_cuda_job *j, int r)
+{
+    return p.area.part +
+           ((j->slot + row_of(j, r)) * gridDim.x + blockIdx.x) * gridDim.y * GROUP_COLS;
+}
+
+template <int K2>
+__device__ static inline void fetch_tiles(const product &p, const hx_cuda_job *j, int64_t block,
+                                          uint8_t *to)
+{
+    constexpr int row_chunks = 8 * K2; /* of 16 bytes, in a row of 8 tiles */
+    const int64_t pitch = p.n_pad * K2;
+    const uint8_t *from = (const uint8_t *)j->trellis + block * 8 * pitch +
+                          (int64_t)blockIdx.x * (row_chunks * 16);
+
+    for (int i = threadIdx.x; i < 8 * row_chunks; i += THREADS)
+        copy16(to + i * 16, from + i / row_chunks * pitch + i % row_chunks * 16);
+}
+
+__device__ static inline void fetch_planes(const product &p, const hx_cuda_job *j, int64_t block,
+                                           uint8_t *to)
+{
+    for (int i = threadIdx.x; i < j->rows * (PLANE / 16); i += THREADS) {
+        const int r = i / (PLANE / 16), c = i % (PLANE / 16);
+        const int64_t at = (j->slot + row_of(j, r)) * (p.k_pad / 128) + block;
+
+        copy16(to + r * PLANE_STEP + 16 * c, (const uint8_t *)(p.area.plane + at * 32) + 16 * c);
+    }
+}
+
+/* One thread block: 128 outputs, bps blocks of inputs, all rows of a job. Grid (n_pad /
+ * 128, splits, jobs), 128 threads. Reads every trellis byte of its part once, all of them
+ * in flight at once, and rows * bps * 256 bytes of activations. Splits leave their subtree
+ * in the work memory; the last to come joins them. Shared: bps blocks of tiles, then of
+ * activations; after the products rows * 128 floats. */
+template <int K2, int RQ, bool HALF>
+__global__ void __launch_bounds__(THREADS, MIN_BLOCKS(RQ, HALF))
+    exl3_rows(const __grid_constant__ product p, uint32_t mul, uint32_t add)
+{
+    /* A 16-byte copy into shared memory that lies otherwise in its 128-byte line than its
+     * source costs two requests a line: 22 GB/s from host memory, not 51 (H200). */
+    extern __shared__ __align__(128) uint8_t shared[];
+    constexpr int tile_bytes = 16 * K2, block_bytes = 64 * tile_bytes;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+    const int64_t n_block = p.k_pad / 128, block0 = (int64_t)blockIdx.y * p.bps;
+    const int mine = (int)min((int64_t)p.bps, n_block - block0), n_split = gridDim.y;
+    const int plane_bytes = p.rows * PLANE_STEP;
+    uint8_t *planes = shared + p.bps * block_bytes;
+
+    if (p.fresh)
+        hx_cuda_after_previous();
+    const hx_cuda_job *j = p.many != NULL ? p.many + blockIdx.z : &p.one;
+    const int rows = j->rows;
+    if (rows == 0)
+        return;
+    for (int b = 0; b < mine; b++)
+        fetch_tiles<K2>(p, j, block0 + b, shared + b * block_bytes);
+    hx_cuda_after_previous();
+    hx_cuda_allow_next();
+    /* A group of copies ends with the planes of its block; the first holds all tiles. */
+    for (int b = 0; b < mine; b++) {
+        fetch_planes(p, j, block0 + b, planes + b * plane_bytes);
+        copy_commit();
+    }
+
+    const hx_cuda_scale *scale[RQ];
+    place at;
+    float level[RQ][2][2][3];
+    for (int rq = 0; rq < RQ; rq++) { /* absent rows repeat the last */
+        const int r = min(rq * ROWS_MMA + (g >> 1), rows - 1);
+        const int r_out = min(rq * ROWS_MMA + q, rows - 1);
+
+        at.plane[rq] = (const uint32_t *)(planes + r * PLANE_STEP) + 2 * q + (g & 1);
+        scale[rq] = p.area.scale + (j->slot + row_of(j, r_out)) * n_block + block0;
+    }
+    at.tiles = shared + 2 * warp * tile_bytes;
+    for (int b = 0; b < mine; b++) {
+        int32_t lo[RQ][2][4] = {}, hi[HALF ? RQ : 1][2][4] = {};
+        hx_cuda_scale s[RQ];
+
+        for (int rq = 0; rq < RQ; rq++)
+            s[rq] = scale[rq][b];
+        copy_wait(mine - 1 - b);
+        __syncthreads();
+        if constexpr (HALF)
+            block_half<K2, RQ>(at, lane, mul, add, lo, hi);
+        else
+            block_mul1<K2, RQ>(at, lane, lo);
+        at.tiles += block_bytes;
+        for (int rq = 0; rq < RQ; rq++) {
+            at.plane[rq] += plane_bytes / sizeof(uint32_t);
+            for (int i = 0; i < 4; i++)
+                tree_put(level[rq][i >> 1][i & 1], b,
+                         term<HALF>(&lo[rq][i >> 1][2 * (i & 1)],
+                                    &hi[HALF ? rq : 0][i >> 1][2 * (i & 1)], s[rq]));
+        }
+    }
+    if (n_split == 1)
+        __syncthreads(); /* the tiles have been read */
+    for (int rq = 0; rq < RQ; rq++) {
+        const int r = rq * ROWS_MMA + q;
+
+        if (r < rows) {
+            float *out = n_split == 1 ? (float *)shared + r * GROUP_COLS
+                                      : part_of(p, j, r) + blockIdx.y * GROUP_COLS;
+
+            for (int i = 0; i < 4; i++)
+                out[32 * warp + 8 * i + g] = tree_get(level[rq][i >> 1][i & 1], mine);
+        }
+    }
     if (n_split > 1) {
-        float *part = sp.scratch + (((int64_t)blockIdx.z * gridDim.x + blockIdx.x) * n_split) *
-                                       (RG * ROWS_MMA * GROUP_COLS);
-        int *ticket = sp.ticket + (int64_t)blockIdx.z * gridDim.x + blockIdx.x;
-
-        for (int i = threadIdx.x; i < rows * GROUP_COLS; i += THREADS)
-            part[(int64_t)blockIdx.y * (RG * ROWS_MMA * GROUP_COLS) + i] = sh->out[i >> 7][i & 127];
-        __threadfence();
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            sh->last = atomicAdd(ticket, 1) == n_split - 1;
-            if (sh->last)
-                *ticket = 0;
-        }
-        __syncthreads();
-        if (!sh->last)
+        if (!is_last(&p.area.ticket[(int64_t)blockIdx.z * gridDim.x + blockIdx.x], n_split))
             return;
-        __threadfence();
-        for (int i = threadIdx.x; i < rows * GROUP_COLS; i += THREADS) {
-            float lv[8];
-
-            for (int s = 0; s < n_split; s++)
-                hx_canon_tree_add(lv, 1, (uint32_t)s,
-                                  __ldcg(&part[(int64_t)s * (RG * ROWS_MMA * GROUP_COLS) + i]));
-            sh->out[i >> 7][i & 127] = hx_canon_tree_sum(lv, 1, (uint32_t)n_split);
-        }
+    } else {
         __syncthreads();
     }
-    for (int r = warp; r < rows; r += WARPS) {
-        const int64_t col = (int64_t)blockIdx.x * GROUP_COLS + 4 * lane;
-        const uint16_t *svh = (const uint16_t *)j->svh + col, *bias = (const uint16_t *)j->bias;
-        float v[4];
-
-        for (int i = 0; i < 4; i++)
-            v[i] = sh->out[r][4 * lane + i];
-        rotate(v);
-        for (int i = 0; i < 4; i++)
-            if (col + i < j->n) {
-                float y = v[i] * hx_f16_to(svh[i]);
-
-                if (bias != NULL)
-                    y = y + hx_f16_to(bias[col + i]);
-                j->y[r * j->ldy + col + i] = y;
-            }
-    }
+    for (int r = warp; r < rows; r += WARPS)
+        finish(j, row_of(j, r),
+               n_split == 1 ? *(const float4 *)((const float *)shared + r * GROUP_COLS + 4 * lane)
+                            : join(part_of(p, j, r) + 4 * lane, GROUP_COLS, n_split));
 }
 
 /* ---- launching -------------------------------------------------------------- */
 
-template <int K2, int RG>
-static cudaError_t launch(const hx_cuda_job *jobs, int n_job, int64_t n_pad, int64_t k_pad,
-                          hx_cuda_split sp, cudaStream_t stream)
+/* How many 128-input blocks a thread block takes: a power of two, so that it holds a
+ * subtree; few enough that every multiprocessor has work twice over, many enough that the
+ * joins stay few. */
+static int bps_of(const hx_cuda_shape *s, int n_sm)
 {
-    const size_t bytes = sizeof(shared_head<RG>) + (size_t)sp.bps * 64 * 16 * K2;
-    const int64_t splits = (k_pad / 128 + sp.bps - 1) / sp.bps;
-    const dim3 grid((unsigned)(n_pad / GROUP_COLS), (unsigned)splits, (unsigned)n_job);
-    cudaError_t rc = cudaFuncSetAttribute(exl3_rows<K2, RG>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                          (int)bytes);
+    const int64_t groups = s->n_pad / GROUP_COLS * s->n_job, blocks = s->k_pad / 128;
+    int bps = HX_CUDA_MAX_BPS;
+
+    if (s->bps > 0)
+        return s->bps;
+    while (bps > 1 && groups * ((blocks + bps - 1) / bps) < 2 * n_sm)
+        bps /= 2;
+    return bps;
+}
+
+static int64_t splits_of(const hx_cuda_shape *s, int n_sm)
+{
+    const int bps = bps_of(s, n_sm);
+
+    return (s->k_pad / 128 + bps - 1) / bps;
+}
+
+/* Bytes of the parts of an area, each a multiple of 256. */
+static void area_parts(const hx_cuda_shape *s, int n_sm, size_t part[3])
+{
+    const size_t blocks = (size_t)(s->slots * (s->k_pad / 128));
+
+    part[0] = blocks * PLANE;
+    part[1] = (blocks * sizeof(hx_cuda_scale) + 255) / 256 * 256;
+    part[2] = (size_t)(s->slots * s->n_pad * splits_of(s, n_sm)) * sizeof(float);
+}
+
+size_t hx_cuda_area_bytes(const hx_cuda_shape *s, int n_sm)
+{
+    size_t part[3];
+
+    area_parts(s, n_sm, part);
+    return part[0] + part[1] + part[2];
+}
+
+cudaError_t hx_cuda_area_of(const hx_cuda_shape *s, const hx_cuda_work *w, hx_cuda_area *out)
+{
+    size_t part[3];
+
+    area_parts(s, w->n_sm, part);
+    if (part[0] + part[1] + part[2] > w->bytes ||
+        s->n_pad / GROUP_COLS * s->n_job > w->n_ticket)
+        return cudaErrorInvalidValue;
+    out->plane = (uint2 *)w->p;
+    out->scale = (hx_cuda_scale *)((char *)w->p + part[0]);
+    out->part = (float *)((char *)w->p + part[0] + part[1]);
+    out->ticket = w->ticket;
+    return cudaSuccess;
+}
+
+template <int K2, int RQ, bool HALF>
+static cudaError_t launch(const product &p, const hx_cuda_shape *s, const hx_cuda_work *w,
+                          cudaStream_t stream)
+{
+    const size_t blocks = (size_t)p.bps * (1024 * K2 + (size_t)p.rows * PLANE_STEP);
+    const size_t bytes = HX_MAX(blocks, (size_t)p.rows * GROUP_COLS * sizeof(float));
+    const dim3 grid((unsigned)(s->n_pad / GROUP_COLS), (unsigned)splits_of(s, w->n_sm),
+                    (unsigned)s->n_job);
+    const bool mcg = s->codebook == HX_CB_MCG;
+    cudaError_t rc = cudaFuncSetAttribute(
+        exl3_rows<K2, RQ, HALF>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
 
     if (rc != cudaSuccess)
         return rc;
-    exl3_rows<K2, RG><<<grid, THREADS, bytes, stream>>>(jobs, sp);
-    return cudaGetLastError();
+    return hx_cuda_launch(w->overlap && s->chained, exl3_rows<K2, RQ, HALF>, grid,
+                          dim3(THREADS), bytes, stream, p,
+                          mcg ? HX_EXL3_MCG : HX_EXL3_3INST,
+                          mcg ? 0u : HX_EXL3_3INST_ADD);
 }
 
-cudaError_t hx_cuda_exl3_rows(const hx_cuda_job *jobs, int n_job, int rows, int k2, int64_t n_pad,
-                              int64_t k_pad, hx_cuda_split sp, cudaStream_t stream)
+template <int K2, bool HALF>
+static cudaError_t launch_rows(const product &p, const hx_cuda_shape *s, const hx_cuda_work *w,
+                               cudaStream_t stream)
 {
+    return s->rows <= 4   ? launch<K2, 1, HALF>(p, s, w, stream)
+           : s->rows <= 8 ? launch<K2, 2, HALF>(p, s, w, stream)
+                          : launch<K2, 4, HALF>(p, s, w, stream);
+}
+
+static cudaError_t multiply(product *p, const hx_cuda_shape *s, const hx_cuda_work *w,
+                            cudaStream_t stream)
+{
+    cudaError_t rc = hx_cuda_area_of(s, w, &p->area);
+    const bool half = s->codebook != HX_CB_MUL1;
+
+    if (rc != cudaSuccess)
+        return rc;
+    p->n_pad = s->n_pad;
+    p->k_pad = s->k_pad;
+    p->bps = bps_of(s, w->n_sm);
+    p->rows = s->rows;
+    p->fresh = s->fresh;
+    if (s->rows < 1 || s->rows > HX_CUDA_JOB_ROWS || p->bps > HX_CUDA_MAX_BPS ||
+        (p->bps & (p->bps - 1)) != 0 || splits_of(s, w->n_sm) > 8 * ((1 << MAX_LEVELS) - 1))
+        return cudaErrorInvalidValue;
 #define CASE(k)                                                                           \
     case k:                                                                               \
-        return rows <= ROWS_MMA ? launch<k, 1>(jobs, n_job, n_pad, k_pad, sp, stream)     \
-                                : launch<k, 2>(jobs, n_job, n_pad, k_pad, sp, stream)
-    switch (k2) {
-        CASE(2); CASE(3); CASE(4); CASE(5); CASE(6); CASE(7);
-        CASE(8); CASE(10); CASE(12); CASE(14); CASE(16);
+        return half ? launch_rows<k, true>(*p, s, w, stream)                              \
+                    : launch_rows<k, false>(*p, s, w, stream)
+    switch (s->k2) {
+        CASE(2);
+        CASE(3);
+        CASE(4);
+        CASE(5);
+        CASE(6);
+        CASE(7);
+        CASE(8);
+        CASE(10);
+        CASE(12);
+        CASE(14);
+        CASE(16);
     default:
         return cudaErrorInvalidValue;
     }
 #undef CASE
 }
 
-/* How many 128-input blocks a thread block takes: a power of two, so that it holds a subtree; small
- * enough that all multiprocessors have work twice over, large enough that the joins stay few. */
-int hx_cuda_exl3_bps(int64_t n_pad, int64_t k_pad, int n_job, int n_sm)
+cudaError_t hx_cuda_rows(const hx_cuda_job *job, const hx_cuda_shape *s, const hx_cuda_work *w,
+                         cudaStream_t stream)
 {
-    const int64_t groups = n_pad / GROUP_COLS * n_job, blocks = k_pad / 128;
-    int bps = MAX_BPS;
+    const int64_t n_block = s->k_pad / 128;
+    hx_cuda_shape shape = *s;
+    product p = {};
+    cudaError_t rc = hx_cuda_area_of(s, w, &p.area);
 
-    while (bps > 1 && groups * ((blocks + bps - 1) / bps) < 2 * n_sm)
-        bps /= 2;
-    while ((blocks + bps - 1) / bps > 64 && bps < MAX_BPS)
-        bps *= 2;
-    return bps;
+    if (rc != cudaSuccess)
+        return rc;
+    rc = hx_cuda_launch(w->overlap, exl3_quantize,
+                        dim3((unsigned)((n_block + WARPS - 1) / WARPS), (unsigned)job->rows),
+                        dim3(THREADS), 0, stream, *job, n_block, p.area);
+    if (rc != cudaSuccess)
+        return rc;
+    p.one = *job;
+    shape.n_job = 1;
+    shape.rows = job->rows;
+    shape.chained = true;
+    return multiply(&p, &shape, w, stream);
+}
+
+cudaError_t hx_cuda_jobs(const hx_cuda_job *jobs, const hx_cuda_shape *s, const hx_cuda_work *w,
+                         cudaStream_t stream)
+{
+    product p = {};
+
+    p.many = jobs;
+    return multiply(&p, s, w, stream);
 }

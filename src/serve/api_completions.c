@@ -1,7 +1,8 @@
 /* api_completions.c - POST /v1/completions: raw prompts (text or ids, one or a list) to
  * the neutral request, answers to JSON or chunks, log-probabilities in the old shape.
  *
- * Called by server.c on a worker; shares usage and ends of streams with api_openai.c. */
+ * Requests arrive from server.c on a worker, answers from generate.c on the pump; shares
+ * what answers are wrapped in with api_openai.c. */
 #include "serve/serve.h"
 
 #include <stdio.h>
@@ -27,7 +28,7 @@ typedef struct {
     hx_prompt *prompt; /* [req.n_prompt] */
     hx_str *text;      /* [req.n_prompt] as given, or decoded where it is echoed */
     bool no_answer;    /* max_tokens 0: the prompt is all there is */
-    hx_sb head;        /* of every chunk, up to the index of its choice */
+    hx_sb head;        /* of every chunk, up to its choices */
     choice *choice;    /* [n_choice] */
     int32_t n_choice;
     hx_openai_sum sum;
@@ -219,15 +220,6 @@ static void put_logprobs(const completion *t, hx_sb *b, old_logprobs *lp)
     hx_sb_str(b, "]}");
 }
 
-static int64_t count_chars(hx_str s)
-{
-    int64_t n = 0;
-
-    for (size_t i = 0; i < s.n; i++)
-        n += (s.p[i] & 0xc0) != 0x80;
-    return n;
-}
-
 /* The log-probabilities of an echoed prompt, into every choice of it. */
 static int score_prompt(completion *t, int32_t i)
 {
@@ -261,19 +253,20 @@ static int score_prompt(completion *t, int32_t i)
                         n_top > 0 && j > 0 ? &top[(j - 1) * n_top] : NULL, offset);
             text.n = 0;
             hx_utf8_feed(&utf8, hx_token_bytes(c->engine, p->id[j], NULL), &text);
-            offset += count_chars((hx_str) { text.p, text.n });
+            offset += hx_gen_count_chars((hx_str) { text.p, text.n });
         }
         hx_sb_free(&text);
     }
     return 0;
 }
 
+/* A leaving client is noticed between two prompts only: hx_score() cannot be cancelled. */
 static int score_prompts(completion *t)
 {
     int rc = 0;
 
     for (int32_t i = 0; rc == 0 && i < t->req.n_prompt; i++)
-        rc = score_prompt(t, i);
+        rc = hx_http_gone(t->c->x) ? HX_ECANCEL : score_prompt(t, i);
     return rc;
 }
 
@@ -288,7 +281,7 @@ static void put_chunk(completion *t, int32_t index, hx_str text, const char *fin
                       hx_sb *out)
 {
     hx_sb_add(out, t->head.p, t->head.n);
-    hx_sb_printf(out, "%d,\"text\":", index);
+    hx_sb_printf(out, "{\"index\":%d,\"text\":", index);
     hx_json_put_str(out, text);
     hx_sb_char(out, ',');
     put_logprobs(t, out, &t->choice[index].lp);
@@ -322,7 +315,7 @@ static void on_event(void *ud, const hx_gen_event *ev, hx_sb *out)
     switch (ev->kind) {
     case HX_GEN_TOKEN:
         add_logprob(t, &k->lp, ev->token, &ev->logprob, ev->top,
-                    ev->offset + (t->req.echo ? count_chars(t->text[prompt]) : 0));
+                    ev->offset + (t->req.echo ? hx_gen_count_chars(t->text[prompt]) : 0));
         break;
     case HX_GEN_TEXT:
         put_text(t, ev->index, ev->text, out);
@@ -351,32 +344,14 @@ static void put_choice(completion *t, int32_t i, hx_sb *b)
     b->bad = b->bad || k->text.bad;
 }
 
-/* What answers and chunks begin with, up to the list of choices. */
-static void put_head(completion *t, hx_sb *b)
-{
-    char id[40];
-
-    hx_server_new_id(t->c->server, "cmpl-", id);
-    hx_sb_printf(
-        b,
-        "{\"id\":\"%s\",\"object\":\"text_completion\",\"created\":%lld,\"model\":", id,
-        (long long)time(NULL));
-    hx_json_put_str(b, t->req.model);
-    hx_sb_str(b, ",\"system_fingerprint\":\"" HX_FINGERPRINT "\",\"choices\":[");
-}
-
 static void reply_whole(completion *t)
 {
     hx_sb b = { 0 };
 
-    put_head(t, &b);
+    hx_openai_write_head(&b, t->c, "cmpl-", "text_completion", t->req.model);
     for (int32_t i = 0; i < t->n_choice; i++)
         put_choice(t, i, &b);
-    hx_sb_str(&b, "],");
-    hx_openai_write_usage(&b, &t->sum);
-    hx_sb_char(&b, ',');
-    hx_openai_write_timings(&b, &t->sum);
-    hx_sb_char(&b, '}');
+    hx_openai_write_tail(&b, &t->sum);
     hx_server_reply_json(t->c, &b);
     hx_sb_free(&b);
 }
@@ -387,8 +362,7 @@ static void begin(completion *t)
 
     if (t->req.stream) {
         hx_sb_str(&t->head, "data: ");
-        put_head(t, &t->head);
-        hx_sb_str(&t->head, "{\"index\":");
+        hx_openai_write_head(&t->head, t->c, "cmpl-", "text_completion", t->req.model);
         t->c->status = 200;
         hx_http_begin_events(t->c->x);
     }
@@ -399,10 +373,43 @@ static void begin(completion *t)
     hx_sb_free(&out);
 }
 
+static void free_all(completion *t)
+{
+    for (int32_t i = 0; i < t->n_choice; i++) {
+        choice *k = &t->choice[i];
+
+        hx_sb_free(&k->text);
+        hx_sb_free(&k->lp.tokens);
+        hx_sb_free(&k->lp.values);
+        hx_sb_free(&k->lp.tops);
+        hx_sb_free(&k->lp.offsets);
+    }
+    hx_sb_free(&t->head);
+}
+
+static int on_end(void *ud, int rc)
+{
+    completion *t = ud;
+
+    if (t->req.stream && t->c->status == 200) {
+        hx_openai_end_stream(t->c, rc, (hx_str) { t->head.p, t->head.n },
+                             t->req.usage ? &t->sum : NULL);
+        rc = 0;
+    } else if (rc == 0) {
+        reply_whole(t);
+    } else if (rc == HX_ECANCEL) {
+        hx_server_reply_gone(t->c);
+        rc = 0;
+    }
+    free_all(t);
+    return rc;
+}
+
 /* max_tokens 0: every answer ends before it begins. */
-static void end_all(completion *t, hx_sb *out)
+static int end_all(completion *t)
 {
     const int64_t now = hx_now_us();
+    hx_sb out = { 0 };
 
     for (int32_t i = 0; i < t->n_choice; i++)
         on_event(t,
@@ -411,45 +418,11 @@ static void end_all(completion *t, hx_sb *out)
                                    .stop = HX_STOP_LENGTH,
                                    .n_prompt = t->prompt[i / t->req.n].n,
                                    .times = { now, now, now, now } },
-                 out);
-}
-
-static void put_usage_chunk(completion *t, hx_sb *out)
-{
-    static const char open[] = "{\"index\":";
-
-    hx_sb_add(out, t->head.p, t->head.n - (sizeof open - 1));
-    hx_sb_str(out, "],");
-    hx_openai_write_usage(out, &t->sum);
-    hx_sb_char(out, ',');
-    hx_openai_write_timings(out, &t->sum);
-    hx_sb_str(out, "}\n\n");
-}
-
-static int run(completion *t, hx_gen *gen)
-{
-    hx_sb last = { 0 };
-    int rc = 0;
-
-    begin(t);
-    if (gen == NULL)
-        end_all(t, &last);
-    else
-        rc = hx_gen_run(gen, t->req.stream, on_event, t);
-    if (t->req.stream) {
-        if (rc == 0 && t->req.usage)
-            put_usage_chunk(t, &last);
-        if (rc == HX_ECANCEL)
-            t->c->status = 499;
-        hx_openai_end_stream(t->c, rc, &last);
-        rc = 0;
-    } else if (rc == 0) {
-        reply_whole(t);
-    } else if (rc == HX_ECANCEL && t->c->problem.status == 0) {
-        rc = hx_openai_end_gone(t->c);
-    }
-    hx_sb_free(&last);
-    return rc;
+                 &out);
+    if (t->req.stream)
+        hx_http_send(t->c->x, (hx_str) { out.p, out.n });
+    hx_sb_free(&out);
+    return on_end(t, 0);
 }
 
 /* ---- one request -------------------------------------------------------- */
@@ -484,39 +457,46 @@ static int read_fields(completion *t)
     return read_prompts(t);
 }
 
-static void free_all(completion *t)
+static int answer(completion *t)
 {
-    for (int32_t i = 0; t->choice != NULL && i < t->n_choice; i++) {
-        choice *k = &t->choice[i];
+    hx_gen *gen = NULL;
+    int rc;
 
-        hx_sb_free(&k->text);
-        hx_sb_free(&k->lp.tokens);
-        hx_sb_free(&k->lp.values);
-        hx_sb_free(&k->lp.tops);
-        hx_sb_free(&k->lp.offsets);
-    }
-    hx_sb_free(&t->head);
+    if (!t->no_answer && (rc = hx_gen_open(&gen, t->c, &t->req)) != 0)
+        return on_end(t, rc);
+    begin(t);
+    if (t->no_answer)
+        return end_all(t);
+    return hx_gen_start(gen, &(hx_gen_sink) { .event = on_event,
+                                              .end = on_end,
+                                              .ud = t,
+                                              .stream = t->req.stream });
+}
+
+static int score_and_answer(hx_call *c)
+{
+    completion *t = c->state;
+    const int rc = score_prompts(t);
+
+    return rc != 0 ? on_end(t, rc) : answer(t);
 }
 
 int hx_completions(hx_call *c)
 {
-    completion t = { .c = c };
-    hx_gen *gen = NULL;
+    completion *t = hx_arena_alloc(&c->arena, sizeof *t);
     int rc;
 
-    if ((rc = read_fields(&t)) != 0 || (rc = hx_gen_check(c, &t.req)) != 0)
+    if (t == NULL)
+        return no_memory(c, "prompt");
+    *t = (completion) { .c = c };
+    if ((rc = read_fields(t)) != 0 || (rc = hx_gen_check(c, &t->req)) != 0)
         return rc;
-    t.n_choice = t.req.n_prompt * t.req.n;
-    if ((t.choice = hx_arena_alloc(&c->arena, (size_t)t.n_choice * sizeof *t.choice)) ==
+    t->n_choice = t->req.n_prompt * t->req.n;
+    if ((t->choice = hx_arena_alloc(&c->arena, (size_t)t->n_choice * sizeof *t->choice)) ==
         NULL)
         return no_memory(c, "prompt");
-    if (t.req.echo && t.req.sampling.want_logprobs)
-        rc = score_prompts(&t);
-    if (rc == 0 && !t.no_answer)
-        rc = hx_gen_open(&gen, c, &t.req);
-    if (rc == 0)
-        rc = run(&t, gen);
-    hx_gen_close(gen);
-    free_all(&t);
-    return rc;
+    c->state = t;
+    return t->req.echo && t->req.sampling.want_logprobs
+               ? hx_server_defer(c, score_and_answer)
+               : answer(t);
 }

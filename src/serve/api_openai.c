@@ -2,8 +2,9 @@
  * answers to JSON or to chunks of an event stream. Also what both OpenAI dialects write
  * the same way.
  *
- * Called by server.c on a worker. Tokens' JSON is written by hand: one chunk per token
- * must cost microseconds. Never touches sockets but through hx_http_*. */
+ * Requests arrive from server.c on a worker, answers from generate.c on the pump. Tokens'
+ * JSON is written by hand: one chunk per token must cost microseconds. Never touches
+ * sockets but through hx_http_*. */
 #include "serve/serve.h"
 
 #include <stdio.h>
@@ -372,7 +373,19 @@ int hx_openai_vars(hx_call *c, hx_generate *g)
     return rc;
 }
 
-/* ---- usage, timings ----------------------------------------------------- */
+/* ---- what answers are wrapped in ----------------------------------------- */
+
+void hx_openai_write_head(hx_sb *b, hx_call *c, const char *prefix, const char *object,
+                          hx_str model)
+{
+    char id[40];
+
+    hx_server_new_id(c->server, prefix, id);
+    hx_sb_printf(b, "{\"id\":\"%s\",\"object\":\"%s\",\"created\":%lld,\"model\":", id,
+                 object, (long long)time(NULL));
+    hx_json_put_str(b, model);
+    hx_sb_str(b, ",\"system_fingerprint\":\"hoist-" HX_VERSION "\",\"choices\":[");
+}
 
 /* A prompt counts once, however many answers it has. */
 void hx_openai_add(hx_openai_sum *s, const hx_gen_event *ev, bool new_prompt)
@@ -384,7 +397,7 @@ void hx_openai_add(hx_openai_sum *s, const hx_gen_event *ev, bool new_prompt)
     s->times = ev->times;
 }
 
-void hx_openai_write_usage(hx_sb *b, const hx_openai_sum *s)
+static void write_usage(hx_sb *b, const hx_openai_sum *s)
 {
     hx_sb_printf(
         b,
@@ -419,6 +432,15 @@ void hx_openai_write_timings(hx_sb *b, const hx_openai_sum *s)
         (double)(t->started_us - t->queued_us) / 1e3);
 }
 
+void hx_openai_write_tail(hx_sb *b, const hx_openai_sum *s)
+{
+    hx_sb_str(b, "],");
+    write_usage(b, s);
+    hx_sb_char(b, ',');
+    hx_openai_write_timings(b, s);
+    hx_sb_char(b, '}');
+}
+
 /* ---- answers ------------------------------------------------------------ */
 
 typedef struct {
@@ -438,7 +460,7 @@ typedef struct {
 typedef struct {
     hx_call *c;
     hx_generate req;
-    hx_sb head;     /* of every chunk, up to the index of its choice */
+    hx_sb head;     /* of every chunk, up to its choices */
     choice *choice; /* [n] */
     hx_openai_sum sum;
     int32_t n_ended;
@@ -490,7 +512,7 @@ static const char *finish_reason(const choice *k)
 static void begin_chunk(const chat *t, int32_t index, hx_sb *out)
 {
     hx_sb_add(out, t->head.p, t->head.n);
-    hx_sb_printf(out, "%d,\"delta\":{", index);
+    hx_sb_printf(out, "{\"index\":%d,\"delta\":{", index);
 }
 
 static void end_chunk(chat *t, int32_t index, const char *finish, hx_sb *out)
@@ -551,19 +573,6 @@ static void stream_reply(chat *t, int32_t index, const hx_reply_event *ev, hx_sb
         hx_sb_str(out, "}}]");
     }
     end_chunk(t, index, NULL, out);
-}
-
-static void write_usage_chunk(const chat *t, hx_sb *out)
-{
-    /* The head ends in [{"index": — this chunk has no choices. */
-    static const char open[] = "{\"index\":";
-
-    hx_sb_add(out, t->head.p, t->head.n - (sizeof open - 1));
-    hx_sb_str(out, "],");
-    hx_openai_write_usage(out, &t->sum);
-    hx_sb_char(out, ',');
-    hx_openai_write_timings(out, &t->sum);
-    hx_sb_str(out, "}\n\n");
 }
 
 /* ---- unstreamed --------------------------------------------------------- */
@@ -640,18 +649,10 @@ static void put_message_json(hx_sb *b, const choice *k)
 
 static void reply_whole(chat *t)
 {
-    const int32_t n = t->req.n;
-    char id[40];
     hx_sb b = { 0 };
 
-    hx_server_new_id(t->c->server, "chatcmpl-", id);
-    hx_sb_printf(
-        &b,
-        "{\"id\":\"%s\",\"object\":\"chat.completion\",\"created\":%lld,\"model\":", id,
-        (long long)time(NULL));
-    hx_json_put_str(&b, t->req.model);
-    hx_sb_str(&b, ",\"system_fingerprint\":\"" HX_FINGERPRINT "\",\"choices\":[");
-    for (int32_t i = 0; i < n; i++) {
+    hx_openai_write_head(&b, t->c, "chatcmpl-", "chat.completion", t->req.model);
+    for (int32_t i = 0; i < t->req.n; i++) {
         const choice *k = &t->choice[i];
 
         hx_sb_printf(&b, i > 0 ? ",{\"index\":%d," : "{\"index\":%d,", i);
@@ -665,11 +666,7 @@ static void reply_whole(chat *t)
         }
         hx_sb_printf(&b, ",\"finish_reason\":\"%s\"}", finish_reason(k));
     }
-    hx_sb_str(&b, "],");
-    hx_openai_write_usage(&b, &t->sum);
-    hx_sb_char(&b, ',');
-    hx_openai_write_timings(&b, &t->sum);
-    hx_sb_char(&b, '}');
+    hx_openai_write_tail(&b, &t->sum);
     b.bad = b.bad || t->bad;
     hx_server_reply_json(t->c, &b);
     hx_sb_free(&b);
@@ -710,17 +707,10 @@ static void on_event(void *ud, const hx_gen_event *ev, hx_sb *out)
 static void begin_stream(chat *t)
 {
     hx_sb out = { 0 };
-    char id[40];
 
-    hx_server_new_id(t->c->server, "chatcmpl-", id);
-    hx_sb_printf(
-        &t->head,
-        "data: {\"id\":\"%s\",\"object\":\"chat.completion.chunk\",\"created\":%lld,"
-        "\"model\":",
-        id, (long long)time(NULL));
-    hx_json_put_str(&t->head, t->req.model);
-    hx_sb_str(&t->head,
-              ",\"system_fingerprint\":\"" HX_FINGERPRINT "\",\"choices\":[{\"index\":");
+    hx_sb_str(&t->head, "data: ");
+    hx_openai_write_head(&t->head, t->c, "chatcmpl-", "chat.completion.chunk",
+                         t->req.model);
     t->c->status = 200;
     hx_http_begin_events(t->c->x);
     for (int32_t i = 0; i < t->req.n; i++) {
@@ -732,65 +722,28 @@ static void begin_stream(chat *t)
     hx_sb_free(&out);
 }
 
-void hx_openai_end_stream(hx_call *c, int rc, hx_sb *last)
-{
-    if (rc == 0)
-        hx_sb_str(last, "data: [DONE]\n\n");
-    else if (c->problem.status != 0) {
-        hx_sb_str(last, "data: ");
-        hx_server_write_problem(last, &c->problem);
-        hx_sb_str(last, "\n\n");
-    }
-    if (!last->bad && last->n > 0)
-        hx_http_send(c->x, (hx_str) { last->p, last->n });
-    hx_http_end(c->x);
-}
-
-/* Nobody reads it; 499 is for the log. */
-int hx_openai_end_gone(hx_call *c)
-{
-    c->status = 499;
-    hx_http_reply(c->x, 499, NULL, NULL, (hx_str) { NULL, 0 });
-    return 0;
-}
-
-static int run(chat *t, hx_gen *gen)
+void hx_openai_end_stream(hx_call *c, int rc, hx_str head, const hx_openai_sum *sum)
 {
     hx_sb last = { 0 };
-    int rc;
 
-    if (t->req.stream)
-        begin_stream(t);
-    rc = hx_gen_run(gen, t->req.stream, on_event, t);
-    if (t->req.stream) {
-        if (rc == 0 && t->req.usage)
-            write_usage_chunk(t, &last);
-        if (rc == HX_ECANCEL)
-            t->c->status = 499;
-        hx_openai_end_stream(t->c, rc, &last);
-        hx_sb_free(&last);
-        return 0;
+    if (rc == 0 && sum != NULL) {
+        hx_sb_add(&last, head.p, head.n);
+        hx_openai_write_tail(&last, sum);
+        hx_sb_str(&last, "\n\n");
     }
-    if (rc == HX_ECANCEL && t->c->problem.status == 0)
-        return hx_openai_end_gone(t->c);
-    if (rc == 0)
-        reply_whole(t);
-    return rc;
-}
-
-static int read_logprobs(hx_call *c, hx_request *r)
-{
-    int64_t n_top = 0;
-    int rc;
-
-    if ((rc = hx_params_bool(c, c->body, "logprobs", &r->want_logprobs)) != 0 ||
-        (rc = hx_params_int(c, c->body, "top_logprobs", 0, N_TOP_MAX, &n_top)) != 0)
-        return rc;
-    if (n_top > 0 && !r->want_logprobs)
-        return hx_server_problem(c, 400, "top_logprobs", "invalid_value",
-                                 "top_logprobs: needs logprobs true");
-    r->n_top = (int32_t)n_top;
-    return 0;
+    if (rc == 0) {
+        hx_sb_str(&last, "data: [DONE]\n\n");
+    } else if (rc == HX_ECANCEL) {
+        c->status = 499;
+    } else {
+        hx_sb_str(&last, "data: ");
+        hx_server_write_problem(&last, &c->problem);
+        hx_sb_str(&last, "\n\n");
+    }
+    if (!last.bad)
+        hx_http_send(c->x, (hx_str) { last.p, last.n });
+    hx_http_end(c->x);
+    hx_sb_free(&last);
 }
 
 static void free_choices(chat *t)
@@ -810,27 +763,66 @@ static void free_choices(chat *t)
     hx_sb_free(&t->head);
 }
 
-int hx_openai_chat(hx_call *c)
+static int on_end(void *ud, int rc)
 {
-    chat t = { .c = c, .req = { .chat = true } };
-    hx_gen *gen = NULL;
+    chat *t = ud;
+
+    if (t->req.stream) {
+        hx_openai_end_stream(t->c, rc, (hx_str) { t->head.p, t->head.n },
+                             t->req.usage ? &t->sum : NULL);
+        rc = 0;
+    } else if (rc == 0) {
+        reply_whole(t);
+    } else if (rc == HX_ECANCEL) {
+        hx_server_reply_gone(t->c);
+        rc = 0;
+    }
+    free_choices(t);
+    return rc;
+}
+
+static int read_logprobs(hx_call *c, hx_request *r)
+{
+    int64_t n_top = 0;
     int rc;
 
-    if ((rc = hx_params_sampling(c, &t.req)) != 0 ||
-        (rc = read_logprobs(c, &t.req.sampling)) != 0 ||
-        (rc = hx_openai_vars(c, &t.req)) != 0)
+    if ((rc = hx_params_bool(c, c->body, "logprobs", &r->want_logprobs)) != 0 ||
+        (rc = hx_params_int(c, c->body, "top_logprobs", 0, N_TOP_MAX, &n_top)) != 0)
         return rc;
-    if (t.req.sampling.max_new == 0 &&
+    if (n_top > 0 && !r->want_logprobs)
+        return hx_server_problem(c, 400, "top_logprobs", "invalid_value",
+                                 "top_logprobs: needs logprobs true");
+    r->n_top = (int32_t)n_top;
+    return 0;
+}
+
+int hx_openai_chat(hx_call *c)
+{
+    chat *t = hx_arena_alloc(&c->arena, sizeof *t);
+    hx_gen *gen;
+    int rc;
+
+    if (t == NULL)
+        return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
+    *t = (chat) { .c = c, .req = { .chat = true } };
+    if ((rc = hx_params_sampling(c, &t->req)) != 0 ||
+        (rc = read_logprobs(c, &t->req.sampling)) != 0 ||
+        (rc = hx_openai_vars(c, &t->req)) != 0)
+        return rc;
+    if (t->req.sampling.max_new == 0 &&
         (hx_params_get(c->body, "max_tokens") != NULL ||
          hx_params_get(c->body, "max_completion_tokens") != NULL))
         return hx_server_problem(c, 400, "max_tokens", "invalid_value",
                                  "max_tokens: 0, expected at least 1");
-    if ((t.choice = hx_arena_alloc(&c->arena, (size_t)t.req.n * sizeof *t.choice)) ==
+    if ((t->choice = hx_arena_alloc(&c->arena, (size_t)t->req.n * sizeof *t->choice)) ==
         NULL)
         return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
-    if ((rc = hx_gen_open(&gen, c, &t.req)) == 0)
-        rc = run(&t, gen);
-    hx_gen_close(gen);
-    free_choices(&t);
-    return rc;
+    if ((rc = hx_gen_open(&gen, c, &t->req)) != 0)
+        return rc;
+    if (t->req.stream)
+        begin_stream(t);
+    return hx_gen_start(gen, &(hx_gen_sink) { .event = on_event,
+                                              .end = on_end,
+                                              .ud = t,
+                                              .stream = t->req.stream });
 }

@@ -1,15 +1,19 @@
 /* generate.c - the one path from a neutral request to answers: prompts to ids, ids to
  * streams, events of all streams to pieces of text, reasoning and tool calls.
  *
- * Called by the dialects on a worker, which waits here for all its streams and for the
- * client at once. Never builds JSON and never knows a dialect. */
+ * A dialect opens and starts a generation on its worker; from then on the pump, one
+ * thread for all of them, serves it until it ends. Never builds JSON, never knows a
+ * dialect, never waits for a client. */
 #include "serve/serve.h"
 
+#include <errno.h>
 #include <pthread.h>
+#include <semaphore.h>
 
 #define ANSWERS_MAX 256
 
 typedef struct {
+    hx_gen *gen;
     int32_t index, prompt;
     hx_stream *stream;
     hx_reply *reply;     /* chat */
@@ -18,6 +22,7 @@ typedef struct {
     bool reasoning;
     int64_t n_reasoning;
     bool done;
+    atomic_bool ready; /* hx_next() may have something */
 } answer;
 
 struct hx_gen {
@@ -26,57 +31,29 @@ struct hx_gen {
     hx_prompt rendered;       /* chat: by hx_render() */
     int32_t think, think_end; /* ids, or -1 */
     answer *answer;           /* [n_answer] */
-    int32_t n_answer;
-    hx_gen_fn *fn;
-    void *ud;
+    int32_t n_answer, n_live;
+    hx_gen_sink sink;
+    hx_http_state client; /* as the last flush() found it */
     const answer *now; /* whose reply pieces arrive */
     hx_sb out, text;   /* for the client; scratch */
 
-    /* Wakes the worker; woken and gone under lock. Engine and loop thread call wake(). */
-    pthread_mutex_t lock;
-    pthread_cond_t cond;
-    bool woken, gone;
+    hx_pump *pump;
+    hx_gen *next;       /* in pump->ready */
+    atomic_bool queued; /* in pump->ready, or about to be */
+    bool ended;         /* frees itself when it is not queued */
+    int rc;             /* of the end, for the call */
 };
 
-/* Signals after the unlock, or the worker would wake only to wait for the lock; g lives
- * on, for the callers hold the lock under which hx_on_ready() and hx_http_on_gone() take
- * these back. */
-static void wake(void *ud)
-{
-    hx_gen *g = ud;
-    bool slept;
-
-    pthread_mutex_lock(&g->lock);
-    slept = !g->woken;
-    g->woken = true;
-    pthread_mutex_unlock(&g->lock);
-    if (slept)
-        pthread_cond_signal(&g->cond);
-}
-
-static void wake_gone(void *ud)
-{
-    hx_gen *g = ud;
-
-    pthread_mutex_lock(&g->lock);
-    g->gone = true;
-    pthread_mutex_unlock(&g->lock);
-    wake(g);
-}
-
-/* Waits for news; false when the client has gone. */
-static bool wait_news(hx_gen *g)
-{
-    bool gone;
-
-    pthread_mutex_lock(&g->lock);
-    while (!g->woken)
-        pthread_cond_wait(&g->cond, &g->lock);
-    g->woken = false;
-    gone = g->gone;
-    pthread_mutex_unlock(&g->lock);
-    return !gone;
-}
+/* The stack takes a generation when its stream or its client has news. The pump takes the
+ * whole stack at once; news is posted whenever it stops being empty. */
+struct hx_pump {
+    hx_http *http;
+    pthread_t thread;
+    _Atomic(hx_gen *) ready;
+    sem_t news;
+    atomic_int n_gen; /* started and not yet freed */
+    atomic_bool closing;
+};
 
 /* ---- open --------------------------------------------------------------- */
 
@@ -190,6 +167,7 @@ static int open_answers(hx_gen *g)
         return hx_server_problem(g->call, 503, NULL, "out_of_memory",
                                  "request: no memory");
     for (int32_t i = 0; i < g->n_answer; i++) {
+        g->answer[i].gen = g;
         g->answer[i].index = i;
         g->answer[i].prompt = i / q->n;
         if ((q->chat && (rc = open_reply(g, &g->answer[i])) != 0) ||
@@ -211,8 +189,6 @@ int hx_gen_open(hx_gen **out, hx_call *c, const hx_generate *req)
     g->req = *req;
     g->think = hx_token_id(c->engine, HX_STR("<think>"));
     g->think_end = hx_token_id(c->engine, HX_STR("</think>"));
-    pthread_mutex_init(&g->lock, NULL);
-    pthread_cond_init(&g->cond, NULL);
     if ((req->chat && (rc = render(g)) != 0) || (rc = hx_gen_check(c, &g->req)) != 0 ||
         (rc = open_answers(g)) != 0) {
         hx_gen_close(g);
@@ -220,11 +196,6 @@ int hx_gen_open(hx_gen **out, hx_call *c, const hx_generate *req)
     }
     *out = g;
     return 0;
-}
-
-const hx_prompt *hx_gen_prompt(const hx_gen *g, int32_t i)
-{
-    return &g->req.prompt[i];
 }
 
 void hx_gen_close(hx_gen *g)
@@ -238,8 +209,6 @@ void hx_gen_close(hx_gen *g)
     hx_free((void *)(uintptr_t)g->rendered.id);
     hx_sb_free(&g->out);
     hx_sb_free(&g->text);
-    pthread_cond_destroy(&g->cond);
-    pthread_mutex_destroy(&g->lock);
 }
 
 /* ---- events to pieces --------------------------------------------------- */
@@ -250,16 +219,16 @@ static void hand_reply(void *ud, const hx_reply_event *ev)
     answer *a = &g->answer[g->now->index];
 
     a->reasoning = ev->kind == HX_REPLY_REASONING;
-    g->fn(g->ud, &(hx_gen_event) { .kind = HX_GEN_REPLY, .index = a->index, .reply = ev },
+    g->sink.event(g->sink.ud, &(hx_gen_event) { .kind = HX_GEN_REPLY, .index = a->index, .reply = ev },
           &g->out);
 }
 
-static int64_t count_chars(hx_str s)
+int64_t hx_gen_count_chars(hx_str utf8)
 {
     int64_t n = 0;
 
-    for (size_t i = 0; i < s.n; i++)
-        n += (s.p[i] & 0xc0) != 0x80;
+    for (size_t i = 0; i < utf8.n; i++)
+        n += (utf8.p[i] & 0xc0) != 0x80;
     return n;
 }
 
@@ -282,7 +251,7 @@ static int take_token(hx_gen *g, answer *a, const hx_event *ev, int32_t i, hx_er
     if (a->reply != NULL && ev->tokens[i] == g->think)
         a->reasoning = true;
     if (ev->logprob != NULL && is_shown(g, a, ev->tokens[i], bytes))
-        g->fn(g->ud,
+        g->sink.event(g->sink.ud,
               &(hx_gen_event) {
                   .kind = HX_GEN_TOKEN,
                   .index = a->index,
@@ -296,7 +265,8 @@ static int take_token(hx_gen *g, answer *a, const hx_event *ev, int32_t i, hx_er
         const size_t before = g->text.n;
 
         hx_utf8_feed(&a->utf8, bytes, &g->text);
-        a->n_char += count_chars((hx_str) { g->text.p + before, g->text.n - before });
+        a->n_char +=
+            hx_gen_count_chars((hx_str) { g->text.p + before, g->text.n - before });
         return 0;
     }
     const bool was = a->reasoning;
@@ -310,7 +280,7 @@ static int take_token(hx_gen *g, answer *a, const hx_event *ev, int32_t i, hx_er
 static void hand_text(hx_gen *g, const answer *a)
 {
     if (g->text.n > 0)
-        g->fn(g->ud,
+        g->sink.event(g->sink.ud,
               &(hx_gen_event) { .kind = HX_GEN_TEXT,
                                 .index = a->index,
                                 .text = { g->text.p, g->text.n } },
@@ -341,8 +311,9 @@ static int take_end(hx_gen *g, answer *a, const hx_event *ev, hx_err *err)
         hx_utf8_end(&a->utf8, &g->text);
     hand_text(g, a);
     a->done = true;
+    g->n_live--;
     g->call->n_answer += ev->generated;
-    g->fn(g->ud,
+    g->sink.event(g->sink.ud,
           &(hx_gen_event) { .kind = HX_GEN_END,
                             .index = a->index,
                             .stop = ev->stop,
@@ -371,66 +342,172 @@ static int take_event(hx_gen *g, answer *a, const hx_event *ev, hx_err *err)
     }
 }
 
-/* ---- run ---------------------------------------------------------------- */
+/* ---- on the pump -------------------------------------------------------- */
 
-static bool flush(hx_gen *g, bool begun)
+static void flush(hx_gen *g)
 {
-    const bool ok = !begun || g->out.n == 0 ||
-                    hx_http_send(g->call->x, (hx_str) { g->out.p, g->out.n });
+    const hx_str out = { g->out.p, g->out.n };
 
     g->out.n = 0;
-    return ok;
+    if (g->sink.stream)
+        g->client = hx_http_send(g->call->x, out);
 }
 
-/* Takes what every stream has now; *live gets the answers that go on. */
-static int take_ready(hx_gen *g, bool begun, int32_t *live, hx_err *err)
+/* Takes what the stream of a has, as far as the client keeps up; the rest waits in the
+ * engine, which then pauses the stream. */
+static int take_answer(hx_gen *g, answer *a, hx_err *err)
 {
-    *live = 0;
-    for (int32_t i = 0; i < g->n_answer; i++) {
-        answer *a = &g->answer[i];
-        hx_event ev;
-        int rc = 0;
+    hx_event ev;
+    int rc;
 
-        while (rc == 0 && !a->done && hx_next(a->stream, &ev, 0) == 1) {
-            if ((rc = take_event(g, a, &ev, err)) == 0 && (g->out.bad || g->text.bad))
-                rc = hx_fail(err, HX_ENOMEM, "answer: no memory for its text");
-            if (rc == 0 && !flush(g, begun))
-                rc = hx_fail(err, HX_ECANCEL, "client: gone");
-        }
-        if (rc != 0)
+    while (!a->done && g->client == HX_HTTP_OPEN && hx_next(a->stream, &ev, 0) == 1) {
+        if ((rc = take_event(g, a, &ev, err)) != 0)
             return rc;
-        *live += !a->done;
+        if (g->out.bad || g->text.bad)
+            return hx_fail(err, HX_ENOMEM, "answer: no memory for its text");
+        flush(g);
     }
+    if (g->client == HX_HTTP_FULL)
+        atomic_store(&a->ready, true);
     return 0;
 }
 
-int hx_gen_run(hx_gen *g, bool begun, hx_gen_fn *fn, void *ud)
+static int take_answers(hx_gen *g, hx_err *err)
 {
-    hx_err err = { 0 };
-    int32_t live = g->n_answer;
     int rc = 0;
 
-    g->fn = fn;
-    g->ud = ud;
-    hx_http_on_gone(g->call->x, wake_gone, g);
-    for (int32_t i = 0; i < g->n_answer; i++)
-        hx_on_ready(g->answer[i].stream, wake, g);
-    while ((rc = take_ready(g, begun, &live, &err)) == 0 && live > 0)
-        if (!wait_news(g)) {
-            rc = HX_ECANCEL;
-            break;
-        }
-    hx_http_on_gone(g->call->x, NULL, NULL);
-    for (int32_t i = 0; i < g->n_answer; i++) {
-        hx_on_ready(g->answer[i].stream, NULL, NULL);
-        if (!g->answer[i].done)
-            hx_cancel(g->answer[i].stream);
-    }
-    if (rc == 0)
-        return 0;
-    if (rc == HX_ECANCEL && hx_http_gone(g->call->x))
-        return HX_ECANCEL;
-    hx_server_problem(g->call, rc == HX_ENOMEM || rc == HX_ECANCEL ? 503 : 500, NULL,
-                      "engine_error", "%s", err.msg);
+    if (hx_http_gone(g->call->x))
+        g->client = HX_HTTP_GONE;
+    else if (g->client == HX_HTTP_FULL)
+        flush(g); /* asks whether it still is */
+    for (int32_t i = 0; i < g->n_answer && rc == 0 && g->client == HX_HTTP_OPEN; i++)
+        if (atomic_exchange(&g->answer[i].ready, false))
+            rc = take_answer(g, &g->answer[i], err);
+    if (rc == 0 && g->client == HX_HTTP_GONE)
+        rc = hx_fail(err, HX_ECANCEL, "client: gone");
     return rc;
+}
+
+/* No callback comes any more; one that came before has left g in the stack at most. */
+static void end(hx_gen *g, int rc, const hx_err *err)
+{
+    hx_call *c = g->call;
+    const bool gone = rc != 0 && hx_http_gone(c->x);
+
+    hx_http_on_news(c->x, NULL, NULL);
+    for (int32_t i = 0; i < g->n_answer; i++)
+        hx_on_ready(g->answer[i].stream, NULL, NULL);
+    if (rc != 0 && !gone)
+        hx_server_problem(c, rc == HX_ENOMEM || rc == HX_ECANCEL ? 503 : 500, NULL,
+                          "engine_error", "%s", err->msg);
+    g->rc = g->sink.end(g->sink.ud, gone ? HX_ECANCEL : rc == 0 ? 0 : HX_EARG);
+    hx_gen_close(g);
+    g->ended = true;
+}
+
+static void advance(hx_gen *g)
+{
+    hx_err err = { 0 };
+    int rc;
+
+    if (!g->ended && ((rc = take_answers(g, &err)) != 0 || g->n_live == 0))
+        end(g, rc, &err);
+    if (g->ended && !atomic_load(&g->queued)) {
+        atomic_fetch_sub(&g->pump->n_gen, 1);
+        hx_server_finish(g->call, g->rc); /* g lives in its arena */
+    }
+}
+
+static void *run_pump(void *ud)
+{
+    hx_pump *p = ud;
+    hx_gen *g, *next;
+
+    while (!atomic_load(&p->closing) || atomic_load(&p->n_gen) > 0) {
+        while (sem_wait(&p->news) != 0 && errno == EINTR)
+            ;
+        for (g = atomic_exchange(&p->ready, NULL); g != NULL; g = next) {
+            next = g->next;
+            atomic_store(&g->queued, false);
+            advance(g);
+        }
+        hx_http_flush(p->http);
+    }
+    return NULL;
+}
+
+/* ---- news for the pump -------------------------------------------------- */
+
+static void push(hx_gen *g)
+{
+    hx_pump *p = g->pump;
+    hx_gen *below = atomic_load(&p->ready);
+
+    do
+        g->next = below;
+    while (!atomic_compare_exchange_weak(&p->ready, &below, g));
+    if (below == NULL) /* g itself may be gone by now */
+        sem_post(&p->news);
+}
+
+/* The client left, or wants more again. */
+static void on_news(void *ud)
+{
+    hx_gen *g = ud;
+
+    if (!atomic_exchange(&g->queued, true))
+        push(g);
+}
+
+/* A stream has something. */
+static void on_ready(void *ud)
+{
+    answer *a = ud;
+
+    atomic_store(&a->ready, true);
+    on_news(a->gen);
+}
+
+/* Counts as queued from the beginning: the pump must not end it before all is set up. */
+int hx_gen_start(hx_gen *g, const hx_gen_sink *sink)
+{
+    g->sink = *sink;
+    g->n_live = g->n_answer;
+    g->pump = hx_server_pump(g->call->server);
+    atomic_fetch_add(&g->pump->n_gen, 1);
+    atomic_store(&g->queued, true);
+    hx_http_on_news(g->call->x, on_news, g);
+    for (int32_t i = 0; i < g->n_answer; i++)
+        hx_on_ready(g->answer[i].stream, on_ready, &g->answer[i]);
+    push(g);
+    return HX_LATER;
+}
+
+int hx_gen_open_pump(hx_pump **out, hx_http *http, hx_err *err)
+{
+    hx_pump *p = hx_new(hx_pump, 1);
+
+    *out = NULL;
+    if (p == NULL)
+        return hx_fail(err, HX_ENOMEM, "server: no memory");
+    p->http = http;
+    sem_init(&p->news, 0, 0);
+    if (pthread_create(&p->thread, NULL, run_pump, p) != 0) {
+        sem_destroy(&p->news);
+        hx_free(p);
+        return hx_fail(err, HX_EIO, "server: the system refuses another thread");
+    }
+    *out = p;
+    return 0;
+}
+
+void hx_gen_close_pump(hx_pump *p)
+{
+    if (p == NULL)
+        return;
+    atomic_store(&p->closing, true);
+    sem_post(&p->news);
+    pthread_join(p->thread, NULL);
+    sem_destroy(&p->news);
+    hx_free(p);
 }

@@ -3,10 +3,10 @@
  * out.
  *
  * One loop thread (whoever runs hx_http_run()) owns all but the fields that a comment
- * says hx_http.lock guards. Workers reach it through those: they append to a connection's
- * out-queue, link the connection in the ready list and wake the loop. A connection is
- * freed by the loop only, once its handles are closed, its exchange has ended and it is
- * in no list; so a client may vanish at any moment.
+ * says hx_http.lock guards. Handlers reach it through those: they append to a connection's
+ * out-queue, link the connection in the ready list and wake the loop; nobody waits for a
+ * client. A connection is freed by the loop only, once its handles are closed, its
+ * exchange has ended and it is in no list; so a client may vanish at any moment.
  *
  * Reading never stops while an answer is made, for that is how a closed client is seen:
  * bytes of the next request wait in ahead. Never blocks the loop, never parses a body. */
@@ -73,11 +73,11 @@ typedef struct conn {
     bool         begun;         /* an event stream */
     bool         ended;         /* the exchange is ours again */
     bool         broken;        /* no memory for out */
+    bool         full;          /* hx_http_send() said so: news when it is over */
     bool         ready;         /* in h->ready */
     struct conn *next_ready;
-    uv_cond_t    room;          /* signalled when behind falls and when gone */
-    void       (*gone_fn)(void *ud);
-    void        *gone_ud;
+    void       (*news_fn)(void *ud);
+    void        *news_ud;
 } conn;
 
 struct hx_http {
@@ -127,7 +127,6 @@ static void conn_free(conn *c)
     hx_sb_free(&c->ahead);
     hx_sb_free(&c->wire);
     hx_sb_free(&c->out);
-    uv_cond_destroy(&c->room);
     hx_free(c);
 }
 
@@ -161,14 +160,20 @@ static void on_closed(uv_handle_t *handle)
         uv_stop(&h->loop);
 }
 
-/* Nobody will read the answer: whoever makes it hears of it. gone_fn runs under the lock,
- * so that hx_http_on_gone(x, NULL) is sure that it does not run afterwards. */
+/* Whoever makes the answer hears of it. Caller holds the lock, so that after
+ * hx_http_on_news(x, NULL) the function does not run. */
+static void tell(const conn *c)
+{
+    if (c->news_fn != NULL)
+        c->news_fn(c->news_ud);
+}
+
+/* Nobody will read the answer. */
 static void conn_lose(conn *c)
 {
     uv_mutex_lock(&c->h->lock);
-    if (!atomic_exchange(&c->gone, true) && c->gone_fn != NULL)
-        c->gone_fn(c->gone_ud);
-    uv_cond_broadcast(&c->room);
+    if (!atomic_exchange(&c->gone, true))
+        tell(c);
     uv_mutex_unlock(&c->h->lock);
 }
 
@@ -211,7 +216,8 @@ static void conn_linger(conn *c)
 
 /* ---- writing ---------------------------------------------------------- */
 
-/* Tells the loop of news. Caller holds the lock, so that the loop cannot free c first. */
+/* What the loop looks at once it is woken. Caller holds the lock, so that the loop cannot
+ * free c first. */
 static void link_ready(conn *c)
 {
     if (c->ready)
@@ -219,8 +225,6 @@ static void link_ready(conn *c)
     c->ready = true;
     c->next_ready = c->h->ready;
     c->h->ready = c;
-    if (c->next_ready == NULL)
-        uv_async_send(&c->h->wake);
 }
 
 /* Appends to the out-queue. Caller holds the lock. */
@@ -276,6 +280,7 @@ static void answer(conn *c, hx_http_head *head, hx_str body)
     }
     c->ended = true;
     link_ready(c);
+    uv_async_send(&h->wake);
     uv_mutex_unlock(&h->lock);
     hx_sb_free(&b);
 }
@@ -291,8 +296,8 @@ static void finish(conn *c)
     uv_mutex_lock(&h->lock);
     hx_sb_free(&c->out);
     c->behind = 0;
-    c->begun = c->ended = c->broken = false;
-    c->gone_fn = NULL;
+    c->begun = c->ended = c->broken = c->full = false;
+    c->news_fn = NULL;
     uv_mutex_unlock(&h->lock);
     c->state = IDLE;
     c->streams = false;
@@ -310,8 +315,10 @@ static void count_sent(conn *c, size_t n)
     c->moved_ms = uv_now(&c->h->loop);
     uv_mutex_lock(&c->h->lock);
     c->behind -= n;
-    if (c->behind <= c->h->opt.max_queue_bytes)
-        uv_cond_broadcast(&c->room);
+    if (c->full && c->behind <= c->h->opt.max_queue_bytes) {
+        c->full = false;
+        tell(c);
+    }
     uv_mutex_unlock(&c->h->lock);
 }
 
@@ -340,7 +347,7 @@ static bool refill(conn *c, bool *over)
 }
 
 /* Writes what there is, as far as the socket takes it; the rest when it takes more. */
-static void pump(conn *c)
+static void write_out(conn *c)
 {
     bool over = false;
 
@@ -387,7 +394,7 @@ static void respond(conn *c, int status, const char *why)
     hx_http_write_error(&body, status, why);
     answer(c, &head, (hx_str){ body.p, body.n });
     hx_sb_free(&body);
-    pump(c);
+    write_out(c);
 }
 
 static void preflight(conn *c)
@@ -418,7 +425,7 @@ static void dispatch(conn *c)
         preflight(c);
     else
         c->h->fn(c->h->ud, &c->x);
-    pump(c);
+    write_out(c);
 }
 
 /* Acts on what the reader has found. */
@@ -441,7 +448,7 @@ static void examine(conn *c)
             uv_mutex_lock(&h->lock);
             queue(c, HX_STR("HTTP/1.1 100 Continue\r\n\r\n"));
             uv_mutex_unlock(&h->lock);
-            pump(c);
+            write_out(c);
         }
     }
 }
@@ -525,7 +532,7 @@ static void resume(conn *c)
 /* After news from a worker or from the socket. */
 static void service(conn *c)
 {
-    pump(c);
+    write_out(c);
     if (!conn_reap(c))
         resume(c);
 }
@@ -580,7 +587,7 @@ static void watch(conn *c)
         waited = 0;
     }
     arm(c, HX_MIN(limit - waited, c->h->opt.stall_ms / 4));
-    pump(c);
+    write_out(c);
 }
 
 static void on_timer(uv_timer_t *t)
@@ -606,10 +613,8 @@ static conn *conn_open(hx_http *h)
 {
     conn *c = hx_new(conn, 1);
 
-    if (c == NULL || uv_cond_init(&c->room) != 0) {
-        hx_free(c);
+    if (c == NULL)
         return NULL;
-    }
     c->h = h;
     c->minor = 1;
     uv_tcp_init(&h->loop, &c->tcp);     /* cannot fail: makes no socket yet */
@@ -722,7 +727,7 @@ static void on_wake(uv_async_t *async)
     }
 }
 
-/* ---- for handlers, any one thread ------------------------------------- */
+/* ---- for handlers, one thread at a time ------------------------------- */
 
 hx_str hx_http_header(const hx_exchange *x, const char *name)
 {
@@ -738,15 +743,15 @@ bool hx_http_gone(const hx_exchange *x)
     return atomic_load(&c->gone);
 }
 
-void hx_http_on_gone(hx_exchange *x, void (*fn)(void *ud), void *ud)
+void hx_http_on_news(hx_exchange *x, void (*fn)(void *ud), void *ud)
 {
     conn *c = x->conn;
 
     uv_mutex_lock(&c->h->lock);
-    c->gone_fn = fn;
-    c->gone_ud = ud;
-    if (fn != NULL && atomic_load(&c->gone))
-        fn(ud);
+    c->news_fn = fn;
+    c->news_ud = ud;
+    if (atomic_load(&c->gone))
+        tell(c);
     uv_mutex_unlock(&c->h->lock);
 }
 
@@ -784,23 +789,34 @@ void hx_http_begin_events(hx_exchange *x)
     hx_sb_free(&b);
 }
 
-bool hx_http_send(hx_exchange *x, hx_str bytes)
+hx_http_state hx_http_send(hx_exchange *x, hx_str bytes)
 {
     conn *c = x->conn;
     hx_http *h = c->h;
-    bool ok;
+    hx_http_state state = HX_HTTP_GONE;
 
     uv_mutex_lock(&h->lock);
-    ok = c->begun && !c->broken && !atomic_load(&c->gone);
-    if (ok && bytes.n > 0) {
-        queue_piece(c, bytes);
-        link_ready(c);
-        while (c->behind > h->opt.max_queue_bytes && !c->broken && !atomic_load(&c->gone))
-            uv_cond_wait(&c->room, &h->lock);
-        ok = !c->broken && !atomic_load(&c->gone);
+    if (c->begun && !c->broken && !atomic_load(&c->gone)) {
+        if (bytes.n > 0) {
+            queue_piece(c, bytes);
+            link_ready(c);
+        }
+        c->full = c->behind > h->opt.max_queue_bytes;
+        state = c->broken ? HX_HTTP_GONE : c->full ? HX_HTTP_FULL : HX_HTTP_OPEN;
     }
     uv_mutex_unlock(&h->lock);
-    return ok;
+    return state;
+}
+
+void hx_http_flush(hx_http *h)
+{
+    bool due;
+
+    uv_mutex_lock(&h->lock);
+    due = h->ready != NULL;
+    uv_mutex_unlock(&h->lock);
+    if (due)
+        uv_async_send(&h->wake);
 }
 
 void hx_http_end(hx_exchange *x)
@@ -815,6 +831,7 @@ void hx_http_end(hx_exchange *x)
         c->broken = true;       /* nothing was said: the client shall not wait */
     c->ended = true;
     link_ready(c);
+    uv_async_send(&h->wake);
     uv_mutex_unlock(&h->lock);
 }
 

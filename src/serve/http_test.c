@@ -12,6 +12,7 @@
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/resource.h>
@@ -95,20 +96,52 @@ static void big(server *s, hx_exchange *x)
                   (hx_str){ ten_mb, sizeof(ten_mb) });
 }
 
+static void post_news(void *ud)
+{
+    sem_post(ud);
+}
+
+/* Sends and waits until the client has caught up; false when it has gone. */
+static bool say(server *s, hx_exchange *x, hx_str bytes, sem_t *news)
+{
+    hx_http_state state = hx_http_send(x, bytes);
+
+    hx_http_flush(s->h);
+    while (state == HX_HTTP_FULL) {
+        sem_wait(news);
+        state = hx_http_send(x, HX_STR(""));
+    }
+    return state == HX_HTTP_OPEN;
+}
+
+static void begin(hx_exchange *x, sem_t *news)
+{
+    sem_init(news, 0, 0);
+    hx_http_on_news(x, post_news, news);
+    hx_http_begin_events(x);
+}
+
+static void end(hx_exchange *x, sem_t *news)
+{
+    hx_http_on_news(x, NULL, NULL);
+    hx_http_end(x);
+    sem_destroy(news);
+}
+
 /* /events: n events as the query says, each of 100 bytes. */
 static void events(server *s, hx_exchange *x)
 {
     const int n = x->query.n > 0 ? (int)strtol(x->query.p, NULL, 10) : 3;
     char text[101];
+    sem_t news;
 
-    (void)s;
-    hx_http_begin_events(x);
+    begin(x, &news);
     for (int i = 0; i < n; i++) {
         snprintf(text, sizeof(text), "data: %092d\n\n", i);
-        if (!hx_http_send(x, (hx_str){ text, 100 }))
+        if (!say(s, x, (hx_str){ text, 100 }, &news))
             break;
     }
-    hx_http_end(x);
+    end(x, &news);
 }
 
 static void note_gone(void *ud)
@@ -121,8 +154,9 @@ static void note_gone(void *ud)
 /* Begins and then says nothing until the client goes. */
 static void silent(server *s, hx_exchange *x)
 {
-    hx_http_on_gone(x, note_gone, s);
+    hx_http_on_news(x, note_gone, s);
     hx_http_begin_events(x);
+    hx_http_flush(s->h);
     for (int i = 0; i < 10000 && !hx_http_gone(x); i++)
         nap(1000);
     hx_http_end(x);
@@ -131,23 +165,24 @@ static void silent(server *s, hx_exchange *x)
 /* The same without a word: prefill of a request that does not stream. */
 static void think(server *s, hx_exchange *x)
 {
-    hx_http_on_gone(x, note_gone, s);
+    hx_http_on_news(x, note_gone, s);
     for (int i = 0; i < 10000 && !hx_http_gone(x); i++)
         nap(1000);
-    hx_http_on_gone(x, NULL, NULL);
+    hx_http_on_news(x, NULL, NULL);
     echo(s, x);
 }
 
 static void flood(server *s, hx_exchange *x)
 {
     char text[10000];
+    sem_t news;
 
     memset(text, 'x', sizeof(text));
-    hx_http_begin_events(x);
-    while (hx_http_send(x, (hx_str){ text, sizeof(text) }))
+    begin(x, &news);
+    while (say(s, x, (hx_str){ text, sizeof(text) }, &news))
         atomic_fetch_add(&s->flooded, (int64_t)sizeof(text));
     atomic_fetch_add(&s->stalled, 1);
-    hx_http_end(x);
+    end(x, &news);
 }
 
 static void mute(server *s, hx_exchange *x)
@@ -1272,6 +1307,61 @@ static void test_slow_reader(void **state)
     stop(&s);
 }
 
+/* Sending never waits: it says FULL once too much waits, and news comes when that is over,
+ * after all that was sent. What nobody flushes does not go out. */
+static void test_full(void **state)
+{
+    enum { PIECE = 10000, LIMIT = 200000 };
+    static char text[PIECE];
+    hx_http_state was = HX_HTTP_OPEN;
+    sem_t news;
+    server s;
+    client c;
+    reply r;
+    int n = 0;
+
+    (void)state;
+    memset(text, 'f', sizeof(text));
+    start(&s, (hx_http_opt){ .max_queue_bytes = LIMIT });
+    c = dial_at(s.port, 4096);
+    put_str(&c, "GET /gather HTTP/1.1\r\n" H "\r\n");
+    while (atomic_load(&s.n_gathered) == 0)
+        nap(1000);
+    begin(s.gathered[0], &news);
+    assert_int_equal(hx_http_send(s.gathered[0], HX_STR("held")), HX_HTTP_OPEN);
+    assert_int_equal(poll(&(struct pollfd) { .fd = c.fd, .events = POLLIN }, 1, 50), 0);
+    for (; was == HX_HTTP_OPEN; n++) {
+        was = hx_http_send(s.gathered[0], (hx_str){ text, PIECE });
+        hx_http_flush(s.h);
+        assert_true(n < 10000);
+    }
+    assert_int_equal(was, HX_HTTP_FULL);
+    assert_true(n >= LIMIT / PIECE);
+    for (int still = 0; still < 5; nap(20000)) {    /* the socket may take some more */
+        if (hx_http_send(s.gathered[0], HX_STR("")) == HX_HTTP_FULL) {
+            still++;
+            continue;
+        }
+        hx_http_send(s.gathered[0], (hx_str){ text, PIECE });
+        hx_http_flush(s.h);
+        still = 0;
+        n++;
+    }
+    while (sem_trywait(&news) == 0)
+        ;
+    nap(20000);
+    assert_int_equal(sem_trywait(&news), -1);       /* nobody reads */
+    while (sem_trywait(&news) != 0)
+        assert_int_equal(more(&c), 1);
+    assert_int_equal(hx_http_send(s.gathered[0], HX_STR("")), HX_HTTP_OPEN);
+    end(s.gathered[0], &news);
+    assert_int_equal(get(&c, &r), 200);
+    assert_int_equal(r.n_body, 4 + n * PIECE);
+    reply_free(&r);
+    hang_up(&c);
+    stop(&s);
+}
+
 /* ---- clients that vanish ------------------------------------------------ */
 
 static void check_gone(const char *request, void (*leave)(client *c), const char *how)
@@ -1737,7 +1827,8 @@ static void test_cost_step(void **state)
         const int64_t t0 = cpu_us(CLOCK_THREAD_CPUTIME_ID);
 
         for (int i = 0; i < N; i++)
-            assert_true(hx_http_send(s.gathered[i], event));
+            assert_int_equal(hx_http_send(s.gathered[i], event), HX_HTTP_OPEN);
+        hx_http_flush(s.h);
         sending += cpu_us(CLOCK_THREAD_CPUTIME_ID) - t0;
         nap(300);
     }
@@ -1771,7 +1862,8 @@ int main(void)
         cmocka_unit_test(test_slow_requests), cmocka_unit_test(test_too_many),
         cmocka_unit_test(test_all_bodies),    cmocka_unit_test(test_head_and_cors),
         cmocka_unit_test(test_events),        cmocka_unit_test(test_keepalive_comment),
-        cmocka_unit_test(test_slow_reader),   cmocka_unit_test(test_gone),
+        cmocka_unit_test(test_slow_reader),   cmocka_unit_test(test_full),
+        cmocka_unit_test(test_gone),
         cmocka_unit_test(test_vanish),        cmocka_unit_test(test_drain),
         cmocka_unit_test(test_addresses),     cmocka_unit_test(test_no_memory),
         cmocka_unit_test(test_cost_request),  cmocka_unit_test(test_cost_burst),

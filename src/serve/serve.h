@@ -1,8 +1,8 @@
 /* serve.h - the HTTP server: what main.c needs of it, and what its files share.
  *
  * Sees hoist.h, text and base; never tensors. One libuv loop thread owns sockets, parsing,
- * timers and writes; a small pool of request workers runs templates, tokenizers and reply
- * parsers; tokens come from hx_next(). */
+ * timers and writes; a small pool of request workers parses, renders, tokenizes and submits;
+ * one pump thread takes the tokens of all running answers and makes their text. */
 #ifndef HX_SERVE_H
 #define HX_SERVE_H
 
@@ -10,6 +10,7 @@
 #include "text/text.h"
 
 typedef struct hx_server hx_server;
+typedef struct hx_pump hx_pump;
 
 /* Zero is a good default everywhere. Strings are copied. */
 typedef struct {
@@ -56,8 +57,8 @@ typedef struct {
 
 typedef struct hx_http hx_http;
 
-/* One request and its response. Owned by http.c; a handler may use it on any one thread
- * until it calls hx_http_end(), also when the client has gone. */
+/* One request and its response. Owned by http.c; a handler may use it, on one thread at a
+ * time, until it calls hx_http_reply() or hx_http_end(), also when the client has gone. */
 typedef struct hx_exchange {
     hx_str method;                   /* HEAD arrives as "GET" */
     hx_str path, query;              /* path: percent-decoded, no trailing slash; "/" is the root */
@@ -83,19 +84,24 @@ hx_str hx_http_header(const hx_exchange *x, const char *name);
 
 /* The client closed or half-closed; whoever computes for it should stop. Cheap, any thread. */
 bool hx_http_gone(const hx_exchange *x);
-/* fn(ud) once, on the loop thread, when that happens (at once if it has); NULL takes it back: fn
- * does not run after that. It may only wake somebody, and no lock that it takes may be held in a
- * call of hx_http_*, for it runs under a lock of http.c. */
-void hx_http_on_gone(hx_exchange *x, void (*fn)(void *ud), void *ud);
+/* fn(ud), on the loop thread, when that happens (at once if it has) and when a client whose queue
+ * was full has caught up; NULL takes it back: fn does not run after that. It may only wake
+ * somebody, and no lock that it takes may be held in a call of hx_http_*, for it runs under a lock
+ * of http.c. */
+void hx_http_on_news(hx_exchange *x, void (*fn)(void *ud), void *ud);
 
 /* A whole response. type: content type; headers: extra lines "a: b\r\n…" or NULL. Ends the exchange. */
 void hx_http_reply(hx_exchange *x, int status, const char *type, const char *headers, hx_str body);
 
-/* An event stream: headers go out at once; send appends bytes (one or more whole events) and waits
- * while the client is more than max_queue_bytes behind; false when it has gone or did not take
- * anything for 60 s. In silence comments (": keepalive") go out by themselves. */
+/* An event stream. send appends bytes (one or more whole events, or none: only asks) and never
+ * waits: FULL, when the client is more than max_queue_bytes behind, has taken them too, but wants no
+ * more until hx_http_on_news() says so; GONE: the client left, or took nothing for stall_ms. What
+ * begin and send said goes out with the next flush, one for many streams, or with the end. In
+ * silence comments (": keepalive") go out by themselves. */
+typedef enum { HX_HTTP_OPEN, HX_HTTP_FULL, HX_HTTP_GONE } hx_http_state;
 void hx_http_begin_events(hx_exchange *x);
-bool hx_http_send(hx_exchange *x, hx_str bytes);
+hx_http_state hx_http_send(hx_exchange *x, hx_str bytes);
+void hx_http_flush(hx_http *h);                  /* any thread */
 void hx_http_end(hx_exchange *x);                /* ends an event stream */
 
 /* ---- server.c: routes, workers, what every route needs ------------------- */
@@ -109,18 +115,34 @@ typedef struct {
     int64_t n_prompt, n_ctx;     /* context overflow only */
 } hx_problem;
 
-/* One request on its worker; everything in it ends with the answer. */
-typedef struct {
+typedef struct hx_call hx_call;
+/* 0: answered; HX_LATER: somebody else goes on with the call, which must not be touched any
+ * more; else a problem not yet answered. */
+typedef int hx_route_fn(hx_call *c);
+#define HX_LATER 1
+
+/* One request. First on a worker, later perhaps on the pump, never on two threads at once;
+ * everything in it ends with hx_server_finish(). */
+struct hx_call {
     hx_server     *server;
     hx_engine     *engine;
     const hx_info *info;
     hx_exchange   *x;
     hx_arena       arena;        /* capped */
     hx_json       *body;         /* the parsed request, or NULL */
+    void          *state;        /* the route's, between two parts of it */
     hx_problem     problem;
-    int            status;       /* of the answer, for the log */
-    int64_t        n_prompt, n_answer;     /* tokens, for the log */
-} hx_call;
+
+    hx_call       *next;         /* in a queue of server.c */
+    hx_route_fn   *run;          /* what a worker does next */
+    bool           slow;         /* run may take long */
+
+    /* For the log; the exchange ends before it is written. */
+    char           method[16], path[200];
+    int64_t        start_us;
+    int            status;       /* of the answer */
+    int64_t        n_prompt, n_answer;     /* tokens */
+};
 
 /* Notes the first problem of a call; returns HX_EARG. param and code may be NULL. */
 int  hx_server_problem(hx_call *c, int status, const char *param, const char *code,
@@ -129,13 +151,20 @@ int  hx_server_problem(hx_call *c, int status, const char *param, const char *co
 int  hx_server_problem_err(hx_call *c, int rc, const char *param, const hx_err *err);
 /* {"error": {…}} as OpenAI shapes it; status < 0: none known, an error of ours. */
 void hx_server_write_problem(hx_sb *b, const hx_problem *p);
-/* Whole answers; each ends the exchange. */
+/* Whole answers; each ends the exchange. gone: nobody reads it; 499 is for the log. */
 void hx_server_reply_problem(hx_call *c);
 void hx_server_reply_json(hx_call *c, const hx_sb *json);
+void hx_server_reply_gone(hx_call *c);
+/* Lets a worker go on with run(c), one of few at once: for what may take long without the pump.
+ * HX_LATER, or a problem (429: too many wait). */
+int  hx_server_defer(hx_call *c, hx_route_fn *run);
+/* Answers what rc says is not yet answered, logs and frees the call. */
+void hx_server_finish(hx_call *c, int rc);
 /* Unique for this server and unguessable: prefix and 24 hex digits. */
 void hx_server_new_id(hx_server *s, const char *prefix, char out[40]);
 uint64_t hx_server_random(hx_server *s);
 bool hx_server_official_tokens(const hx_server *s);
+hx_pump *hx_server_pump(const hx_server *s);
 hx_str hx_server_model_name(const hx_server *s);
 
 /* ---- params.c: typed fields of a request -------------------------------- */
@@ -194,42 +223,57 @@ typedef struct {
     hx_times     times;
 } hx_gen_event;
 
+/* What a dialect does with the answers; both are called by the pump and must not take long. */
+typedef struct {
+    /* Appends to out, which generate.c sends when the exchange is a stream. */
+    void (*event)(void *ud, const hx_gen_event *ev, hx_sb *out);
+    /* Once, when no event will come any more: ends the exchange and frees what is in ud. rc 0: all
+     * answers are complete; HX_ECANCEL: the client has gone; else c->problem is set. Returns what a
+     * route does. */
+    int  (*end)(void *ud, int rc);
+    void *ud;                    /* in the call's arena */
+    bool  stream;                /* an event stream has begun and takes what event() writes */
+} hx_gen_sink;
+
 typedef struct hx_gen hx_gen;
-/* Appends to out, which generate.c sends when the exchange is a stream. */
-typedef void hx_gen_fn(void *ud, const hx_gen_event *ev, hx_sb *out);
 
 /* Reads the sampling fields that all dialects of OpenAI's family share. */
 int  hx_params_sampling(hx_call *c, hx_generate *g);
 
 /* Whether the prompts are few and short enough; hx_gen_open() does this by itself. */
 int  hx_gen_check(hx_call *c, const hx_generate *g);
-/* Renders, tokenizes and submits; afterwards the request can only fail in the engine. */
+/* Renders, tokenizes and submits; afterwards the request can only fail in the engine. Lives in the
+ * call's arena; ends with hx_gen_start() or hx_gen_close(). */
 int  hx_gen_open(hx_gen **out, hx_call *c, const hx_generate *g);
-const hx_prompt *hx_gen_prompt(const hx_gen *g, int32_t i);
-/* Hands everything to fn until all answers have ended. begun: an event stream is open and
- * takes what fn writes. HX_ECANCEL: the client has gone. Others: c->problem is set. */
-int  hx_gen_run(hx_gen *g, bool begun, hx_gen_fn *fn, void *ud);
+/* The pump takes over the call and finishes it. Returns HX_LATER. */
+int  hx_gen_start(hx_gen *g, const hx_gen_sink *sink);
 void hx_gen_close(hx_gen *g);                    /* cancels what still runs */
+int64_t hx_gen_count_chars(hx_str utf8);
+
+/* One thread that serves all generations; none ever waits for its client. */
+int  hx_gen_open_pump(hx_pump **out, hx_http *http, hx_err *err);
+/* Waits until all have ended; none may be started any more. NULL is fine. */
+void hx_gen_close_pump(hx_pump *p);
 
 /* ---- dialects: api_openai.c, api_completions.c --------------------------- */
 
-typedef int hx_route_fn(hx_call *c);             /* 0, or a problem not yet answered */
 int hx_openai_chat(hx_call *c);
 int hx_completions(hx_call *c);
-/* Shared by both: usage and timings of the answers so far, the chosen tokens' texts. */
+/* Shared by both: usage and timings of the answers so far. */
 typedef struct {
     int64_t n_prompt, n_cached, n_answer, n_reasoning;
     hx_times times;              /* of the answer that ended last */
 } hx_openai_sum;
 void hx_openai_add(hx_openai_sum *s, const hx_gen_event *ev, bool new_prompt);
-void hx_openai_write_usage(hx_sb *b, const hx_openai_sum *s);
 void hx_openai_write_timings(hx_sb *b, const hx_openai_sum *s);
-/* Ends an event stream: last, then [DONE] or the call's problem. */
-void hx_openai_end_stream(hx_call *c, int rc, hx_sb *last);
-/* Ends an exchange nobody waits for; returns 0. */
-int  hx_openai_end_gone(hx_call *c);
+/* What answers and chunks are wrapped in: {"id":…,"choices":[ and ],"usage":…,"timings":…}. */
+void hx_openai_write_head(hx_sb *b, hx_call *c, const char *prefix, const char *object,
+                          hx_str model);
+void hx_openai_write_tail(hx_sb *b, const hx_openai_sum *s);
+/* Ends an event stream as rc of hx_gen_sink.end says: with the sum, unless that is NULL, and [DONE],
+ * or with the call's problem. head: of every chunk, up to its choices. */
+void hx_openai_end_stream(hx_call *c, int rc, hx_str head, const hx_openai_sum *sum);
 /* The messages, tools and switches of a chat request as the template's variables. */
 int  hx_openai_vars(hx_call *c, hx_generate *g);
-#define HX_FINGERPRINT "hoist-" HX_VERSION
 
 #endif

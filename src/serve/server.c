@@ -1,8 +1,10 @@
-/* server.c - the server: table of routes, who may use them, the workers that answer, and
- * the small routes themselves (health, models, metrics, tokenize, detokenize).
+/* server.c - the server: table of routes, who may use them, the workers that begin
+ * answers, and the small routes themselves (health, models, metrics, tokenize,
+ * detokenize).
  *
- * main.c opens and runs it. route() runs on the loop thread and must never block, parse a
- * body or call the engine; all else runs on a worker, which has one request at a time. */
+ * run.c opens and runs it. route_request() runs on the loop thread and must never block,
+ * parse a body or call the engine; all else begins on a worker. Generations go on in
+ * generate.c, so a worker has each call for a short while only, but for slow calls. */
 #include "serve/serve.h"
 
 #include <pthread.h>
@@ -10,25 +12,22 @@
 #include <sys/random.h>
 #include <time.h>
 
-#define SPARE_WORKERS 16 /* beside one per stream and queue place */
-#define STACK_BYTES                                                                      \
-    (1u << 20)             /* templates and JSON recurse; only what is used is paid      \
-                            */
-#define IDLE_S          10 /* a worker without work ends */
+#define SPARE_WORKERS   8          /* beside one per CPU */
+#define STACK_BYTES     (1u << 20) /* templates and JSON recurse */
+#define IDLE_S          10         /* a worker without work ends */
 #define ARENA_MAX_BYTES (256u << 20)
 #define JSON            "application/json"
 
 typedef struct route route;
 
-typedef struct job {
-    struct job *next;
-    hx_exchange *x;
-    const route *route;
-    int64_t start_us;
-} job;
+typedef struct {
+    hx_call *first, *last;
+    int64_t n;
+} call_queue;
 
 struct hx_server {
     hx_http *http;
+    hx_pump *pump;
     char *api_key, *served_name; /* NULL: none */
     bool official_tokens;
     int32_t drain_ms;
@@ -44,10 +43,11 @@ struct hx_server {
     atomic_bool ready;
 
     pthread_mutex_t lock; /* guards the rest */
-    pthread_cond_t work;  /* jobs came, or closing */
+    pthread_cond_t work;  /* calls came, or closing */
     pthread_cond_t gone;  /* n_worker fell to 0 */
-    job *first, *last;
-    int32_t n_job, n_worker, n_idle, max_worker;
+    call_queue calls, slow;
+    int32_t n_worker, n_idle, max_worker;
+    int32_t n_slow; /* workers with a slow call, at most half of all */
     bool closing;
 };
 
@@ -151,6 +151,12 @@ void hx_server_reply_json(hx_call *c, const hx_sb *json)
     hx_http_reply(c->x, 200, JSON, NULL, (hx_str) { json->p, json->n });
 }
 
+void hx_server_reply_gone(hx_call *c)
+{
+    c->status = 499;
+    hx_http_reply(c->x, 499, NULL, NULL, (hx_str) { NULL, 0 });
+}
+
 uint64_t hx_server_random(hx_server *s)
 {
     return hx_rng_at(s->seed, atomic_fetch_add(&s->n_random, 1));
@@ -166,6 +172,11 @@ void hx_server_new_id(hx_server *s, const char *prefix, char out[40])
 bool hx_server_official_tokens(const hx_server *s)
 {
     return s->official_tokens;
+}
+
+hx_pump *hx_server_pump(const hx_server *s)
+{
+    return s->pump;
 }
 
 hx_str hx_server_model_name(const hx_server *s)
@@ -437,15 +448,15 @@ static bool has_key(const hx_server *s, const hx_exchange *x)
     return key.p != NULL && same_key(s->api_key, key);
 }
 
-static void log_request(hx_str method, hx_str path, int status, int64_t n_prompt,
-                        int64_t n_answer, int64_t start_us)
+static void log_call(const hx_call *c)
 {
-    const bool quiet = path.n >= 7 && memcmp(path.p + path.n - 7, "/health", 7) == 0;
+    const size_t n = strlen(c->path);
+    const bool quiet = n >= 7 && strcmp(c->path + n - 7, "/health") == 0;
 
     hx_log(quiet ? HX_LOG_DEBUG : HX_LOG_INFO,
-           "%.*s %.*s %d, %lld + %lld tokens, %.1f ms", (int)HX_MIN(method.n, 16u),
-           method.p, (int)HX_MIN(path.n, 200u), path.p, status, (long long)n_prompt,
-           (long long)n_answer, (double)(hx_now_us() - start_us) / 1e3);
+           "%s %s %d, %lld + %lld tokens, %.1f ms", c->method, c->path, c->status,
+           (long long)c->n_prompt, (long long)c->n_answer,
+           (double)(hx_now_us() - c->start_us) / 1e3);
 }
 
 /* Notes why a request cannot be handed to a worker; 0 when it can. */
@@ -471,34 +482,48 @@ static int refuse(hx_server *s, const hx_exchange *x, const route *r, hx_call *c
     return 0;
 }
 
-static bool enqueue(hx_server *s, hx_exchange *x, const route *r, int64_t start_us);
+static bool enqueue(hx_server *s, const hx_call *call);
+
+/* Answers what the loop thread itself answers. */
+static void answer_early(hx_call *c, const route *r)
+{
+    c->status = r->open && !is_healthy(c->server) ? 503 : 200;
+    log_call(c);
+    if (r->open)
+        answer_health(c->server, c->x);
+    else
+        answer_root(c->x);
+}
 
 /* The handler of http.c; loop thread. */
 static void route_request(void *ud, hx_exchange *x)
 {
     hx_server *s = ud;
-    const int64_t start_us = hx_now_us();
     const route *r = find_route(x->path);
-    hx_call c = { .server = s, .x = x };
+    hx_call c = { .server = s, .x = x, .start_us = hx_now_us() };
 
-    if (refuse(s, x, r, &c) == 0 && (r->early || enqueue(s, x, r, start_us))) {
-        if (r->early)
-            log_request(x->method, x->path, r->open && !is_healthy(s) ? 503 : 200, 0, 0,
-                        start_us);
-        if (r->open)
-            answer_health(s, x);
-        else if (r->early)
-            answer_root(x);
-        return;
-    }
-    if (c.problem.status == 0)
+    snprintf(c.method, sizeof c.method, "%.*s", (int)HX_MIN(x->method.n, 15u),
+             x->method.p);
+    snprintf(c.path, sizeof c.path, "%.*s", (int)HX_MIN(x->path.n, 199u), x->path.p);
+    if (refuse(s, x, r, &c) == 0) {
+        if (r->early) {
+            answer_early(&c, r);
+            return;
+        }
+        c.engine = s->engine;
+        c.info = &s->info;
+        c.run = r->run;
+        if (enqueue(s, &c))
+            return;
         hx_server_problem(&c, 503, NULL, "out_of_memory", "server: no worker is free");
-    log_request(x->method, x->path, c.problem.status, 0, 0, start_us);
-    if (c.problem.status == 405)
+    }
+    c.status = c.problem.status;
+    log_call(&c);
+    if (c.status == 405)
         reply_problem(x, &c.problem,
                       r->method[0] == 'G' ? "Allow: GET, HEAD, OPTIONS\r\n"
                                           : "Allow: POST, OPTIONS\r\n");
-    else if (c.problem.status == 401)
+    else if (c.status == 401)
         reply_problem(x, &c.problem, "WWW-Authenticate: Bearer\r\n");
     else
         hx_server_reply_problem(&c);
@@ -521,56 +546,90 @@ static int parse_body(hx_call *c)
     return 0;
 }
 
-static void serve(hx_server *s, const job *j)
+void hx_server_finish(hx_call *c, int rc)
 {
-    char method[16], path[200]; /* for the log: the exchange ends before */
-    hx_call c = { .server = s, .engine = s->engine, .info = &s->info, .x = j->x };
-
-    snprintf(method, sizeof method, "%.*s", (int)HX_MIN(j->x->method.n, 15u),
-             j->x->method.p);
-    snprintf(path, sizeof path, "%.*s", (int)HX_MIN(j->x->path.n, 199u), j->x->path.p);
-    hx_arena_init(&c.arena, ARENA_MAX_BYTES);
-    if ((j->route->method[0] == 'P' && parse_body(&c) != 0) || j->route->run(&c) != 0)
-        hx_server_reply_problem(&c);
-    log_request(hx_str_c(method), hx_str_c(path), c.status, c.n_prompt, c.n_answer,
-                j->start_us);
-    hx_json_free(c.body);
-    hx_arena_reset(&c.arena);
+    if (rc != 0)
+        hx_server_reply_problem(c);
+    log_call(c);
+    hx_json_free(c->body);
+    hx_arena_reset(&c->arena);
+    hx_free(c);
 }
 
-/* The next job, or NULL when this worker should end. Under lock. */
-static job *next_job(hx_server *s)
+static void serve(hx_call *c)
+{
+    const bool parsed = c->body != NULL || strcmp(c->method, "POST") != 0;
+    int rc = parsed ? 0 : parse_body(c);
+
+    if (rc == 0)
+        rc = c->run(c);
+    if (rc != HX_LATER)
+        hx_server_finish(c, rc);
+}
+
+static void put(call_queue *q, hx_call *c)
+{
+    c->next = NULL;
+    if (q->last != NULL)
+        q->last->next = c;
+    else
+        q->first = c;
+    q->last = c;
+    q->n++;
+}
+
+static hx_call *get(call_queue *q)
+{
+    hx_call *c = q->first;
+
+    if (c == NULL)
+        return NULL;
+    q->first = c->next;
+    if (q->first == NULL)
+        q->last = NULL;
+    q->n--;
+    return c;
+}
+
+/* Slow calls first: they come from workers that are on their way here, or wait for one of
+ * their own to end; so nobody need be woken for them. Under lock. */
+static hx_call *next_call(hx_server *s)
+{
+    hx_call *c = s->n_slow < s->max_worker / 2 ? get(&s->slow) : NULL;
+
+    return c != NULL ? c : get(&s->calls);
+}
+
+/* The next call, or NULL when this worker should end. Under lock. */
+static hx_call *await_call(hx_server *s)
 {
     struct timespec until;
+    hx_call *c;
     int rc = 0;
 
     clock_gettime(CLOCK_MONOTONIC, &until);
     until.tv_sec += IDLE_S;
     s->n_idle++;
-    while (s->first == NULL && !s->closing && rc == 0)
+    while ((c = next_call(s)) == NULL && !s->closing && rc == 0)
         rc = pthread_cond_timedwait(&s->work, &s->lock, &until);
     s->n_idle--;
-    job *j = s->first;
-    if (j != NULL) {
-        s->first = j->next;
-        if (s->first == NULL)
-            s->last = NULL;
-        s->n_job--;
-    }
-    return j;
+    return c;
 }
 
 static void *work(void *ud)
 {
     hx_server *s = ud;
-    job *j;
+    hx_call *c;
 
     pthread_mutex_lock(&s->lock);
-    while ((j = next_job(s)) != NULL) {
+    while ((c = await_call(s)) != NULL) {
+        const bool slow = c->slow;
+
+        s->n_slow += slow;
         pthread_mutex_unlock(&s->lock);
-        serve(s, j);
-        hx_free(j);
+        serve(c);
         pthread_mutex_lock(&s->lock);
+        s->n_slow -= slow;
     }
     if (--s->n_worker == 0)
         pthread_cond_broadcast(&s->gone);
@@ -593,31 +652,47 @@ static bool start_worker(hx_server *s)
     return ok;
 }
 
-/* False when nobody will ever take the job. */
-static bool enqueue(hx_server *s, hx_exchange *x, const route *r, int64_t start_us)
+/* False when nobody will ever take the call, which is copied. */
+static bool enqueue(hx_server *s, const hx_call *call)
 {
-    job *j = hx_new(job, 1);
+    hx_call *c = hx_new(hx_call, 1);
     bool ok = true;
 
-    if (j == NULL)
+    if (c == NULL)
         return false;
-    *j = (job) { .x = x, .route = r, .start_us = start_us };
+    *c = *call;
+    hx_arena_init(&c->arena, ARENA_MAX_BYTES);
     pthread_mutex_lock(&s->lock);
-    if (s->n_idle <= s->n_job && s->n_worker < s->max_worker && !start_worker(s))
+    if (s->n_idle <= s->calls.n && s->n_worker < s->max_worker && !start_worker(s))
         ok = s->n_worker > 0;
     if (ok) {
-        if (s->last != NULL)
-            s->last->next = j;
-        else
-            s->first = j;
-        s->last = j;
-        s->n_job++;
+        put(&s->calls, c);
         pthread_cond_signal(&s->work);
     }
     pthread_mutex_unlock(&s->lock);
     if (!ok)
-        hx_free(j);
+        hx_free(c);
     return ok;
+}
+
+int hx_server_defer(hx_call *c, hx_route_fn *run)
+{
+    hx_server *s = c->server;
+    bool ok;
+
+    pthread_mutex_lock(&s->lock);
+    ok = s->slow.n < s->info.max_queue;
+    if (ok) {
+        c->run = run;
+        c->slow = true;
+        put(&s->slow, c);
+    }
+    pthread_mutex_unlock(&s->lock);
+    if (ok)
+        return HX_LATER;
+    return hx_server_problem(c, 429, NULL, "rate_limit_exceeded",
+                             "queue: all %lld places are taken; try again later",
+                             (long long)s->info.max_queue);
 }
 
 /* ---- life -------------------------------------------------------------- */
@@ -654,6 +729,7 @@ int hx_server_open(hx_server **out, const hx_server_opt *opt, hx_err *err)
     pthread_condattr_destroy(&clock);
     s->official_tokens = opt->official_tokens;
     s->drain_ms = opt->drain_ms > 0 ? opt->drain_ms : 30000;
+    s->max_worker = SPARE_WORKERS + hx_sys_n_cpu();
     s->created_s = (int64_t)time(NULL);
     if (getrandom(&s->seed, sizeof s->seed, 0) != (ssize_t)sizeof s->seed)
         s->seed = (uint64_t)hx_now_us();
@@ -669,7 +745,8 @@ int hx_server_open(hx_server **out, const hx_server_opt *opt, hx_err *err)
                      "API key: empty; leave the option out for an open server");
         goto fail;
     }
-    if ((rc = hx_http_open(&s->http, &http, route_request, s, err)) != 0)
+    if ((rc = hx_http_open(&s->http, &http, route_request, s, err)) != 0 ||
+        (rc = hx_gen_open_pump(&s->pump, s->http, err)) != 0)
         goto fail;
     *out = s;
     return 0;
@@ -687,10 +764,6 @@ void hx_server_set_engine(hx_server *s, hx_engine *e)
 {
     s->engine = e;
     hx_get_info(e, &s->info);
-    pthread_mutex_lock(&s->lock);
-    s->max_worker =
-        s->info.max_streams + (int32_t)HX_MIN(s->info.max_queue, 1024) + SPARE_WORKERS;
-    pthread_mutex_unlock(&s->lock);
     atomic_store(&s->ready, true);
 }
 
@@ -712,6 +785,8 @@ int hx_server_run(hx_server *s, hx_err *err)
     while (s->n_worker > 0)
         pthread_cond_wait(&s->gone, &s->lock);
     pthread_mutex_unlock(&s->lock);
+    hx_gen_close_pump(s->pump);
+    s->pump = NULL;
     return rc;
 }
 
@@ -725,7 +800,8 @@ void hx_server_close(hx_server *s)
 {
     if (s == NULL)
         return;
-    hx_assert(s->n_worker == 0 && s->first == NULL);
+    hx_assert(s->n_worker == 0 && s->calls.n + s->slow.n == 0);
+    hx_gen_close_pump(s->pump);
     hx_http_close(s->http);
     pthread_cond_destroy(&s->work);
     pthread_cond_destroy(&s->gone);

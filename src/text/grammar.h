@@ -126,9 +126,8 @@ typedef struct {
 
 void hx_grammar_start(hx_grammar *g, hx_matcher *m);
 
-/* 0: taken. HX_EFORMAT: not allowed here; HX_ELIMIT: allowed, but it needs more open rules
- * than a matcher holds. m is then as it was. An end id is taken where the grammar is
- * complete; nothing is after it. */
+/* 0: taken. HX_EFORMAT: not allowed here, or it needs more open rules than "depth"; m is as
+ * it was. An end id is taken where the grammar is complete; nothing is after it. */
 int hx_grammar_accept(hx_matcher *m, int32_t id);
 int hx_grammar_accept_bytes(hx_matcher *m, hx_str bytes);
 

@@ -142,7 +142,8 @@ hx_ref hx_json_integer(hx_ir *ir);
 /* A decimal number: sign and value 0.d1d2d3... * 10^exp, d1 and the last digit not 0. As a
  * bound it may be strict. */
 typedef struct { char digit[40]; int n, exp; bool negative, strict; } hx_decimal;
-bool hx_decimal_read(hx_decimal *d, const hx_json *number);    /* false: over 40 digits */
+/* false: over 40 digits, or no memory. */
+bool hx_decimal_read(hx_ir *ir, hx_decimal *d, const hx_json *number);
 int  hx_decimal_cmp(const hx_decimal *a, const hx_decimal *b);
 /* Numbers between two bounds, either may be NULL, with at most frac digits behind the
  * point; with frac 0 only multiples of mod, from 1 to 200. */
@@ -290,7 +291,6 @@ struct hx_grammar {
     hx_item   *out;                  /* [HX_SEEN_MAX] */
     uint32_t   n_out;
     bool       complete, overflow;
-    bool       hit_limit;            /* some transition died of a matcher's bounds */
     hx_matcher *spare;
 };
 

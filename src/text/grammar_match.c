@@ -193,11 +193,7 @@ static void arrive(hx_grammar *g, uint32_t state, uint32_t frame, uint32_t count
         /* Without an end all counts from the minimum on are one. */
         count = r->max == HX_IR_NO_END ? HX_MIN(count, r->min) : count;
     }
-    if (depth_of(g, frame) + need > g->opt.depth) {
-        g->hit_limit = true;
-        return;
-    }
-    if (!is_new(g, state, frame, count, open))
+    if (depth_of(g, frame) + need > g->opt.depth || !is_new(g, state, frame, count, open))
         return;
     if (g->n_todo == HX_SEEN_MAX)
         g->overflow = true;
@@ -220,10 +216,8 @@ static bool enter(hx_grammar *g, uint32_t rule, uint32_t ret, uint32_t count, ui
     uint32_t inner;
 
     /* A frame that cannot hold is not made: it would only fill the cache. */
-    if (depth_of(g, frame) + 1 + g->dfa.state.p[start].need > g->opt.depth) {
-        g->hit_limit = true;
+    if (depth_of(g, frame) + 1 + g->dfa.state.p[start].need > g->opt.depth)
         return true;
-    }
     if ((inner = frame_of(g, ret, count, frame)) == 0)
         return false;
     arrive(g, start, inner, 0);
@@ -319,10 +313,8 @@ static uint32_t config_of(hx_grammar *g)
             memcmp(g->item + c->item, g->out, bytes) == 0)
             return g->cfg_slot[i];
     }
-    if (n > HX_MATCHER_ITEMS || frames_below(g, g->out, n) > HX_MATCHER_FRAMES) {
-        g->hit_limit = true;
+    if (n > HX_MATCHER_ITEMS || frames_below(g, g->out, n) > HX_MATCHER_FRAMES)
         return HX_CFG_DEAD;
-    }
     if (g->n_cfg == g->cap_cfg || n > g->cap_item - g->n_item)
         return HX_CFG_FULL;
     memcpy(g->item + g->n_item, g->out, bytes);
@@ -340,11 +332,7 @@ static uint32_t finish(hx_grammar *g)
     while (g->n_todo > 0)
         if (!follow(g, g->todo[--g->n_todo]))
             return HX_CFG_FULL;
-    if (g->overflow) {
-        g->hit_limit = true;
-        return HX_CFG_DEAD;
-    }
-    return g->n_out == 0 && !g->complete ? HX_CFG_DEAD : config_of(g);
+    return g->overflow || (g->n_out == 0 && !g->complete) ? HX_CFG_DEAD : config_of(g);
 }
 
 /* ---- transitions ----------------------------------------------------- */
@@ -526,7 +514,6 @@ int hx_grammar_accept_bytes(hx_matcher *m, hx_str bytes)
 
     if (is_stuck(m))
         return bytes.n == 0 && !m->ended ? 0 : HX_EFORMAT;
-    g->hit_limit = false;
     cfg = hx_cache_config(m);
     for (size_t i = 0; i < bytes.n && cfg >= HX_CFG_FIRST; i++) {
         uint32_t to = hx_cache_next(g, cfg, (uint8_t)bytes.p[i]);
@@ -536,7 +523,7 @@ int hx_grammar_accept_bytes(hx_matcher *m, hx_str bytes)
         cfg = to;
     }
     if (cfg < HX_CFG_FIRST)
-        return g->hit_limit || cfg == HX_CFG_FULL ? HX_ELIMIT : HX_EFORMAT;
+        return HX_EFORMAT;
     save(m, cfg);
     return 0;
 }
@@ -555,7 +542,6 @@ int hx_grammar_accept(hx_matcher *m, int32_t id)
         m->ended = true;
         return 0;
     }
-    g->hit_limit = false;
     cfg = hx_cache_config(m);
     if (v->kind[id] == HX_TOKEN_TEXT) {
         to = cfg;
@@ -565,7 +551,7 @@ int hx_grammar_accept(hx_matcher *m, int32_t id)
     if (g->has_tokens && to != HX_CFG_FULL)
         to = hx_cache_token(g, cfg, to, id);
     if (to < HX_CFG_FIRST)
-        return g->hit_limit || to == HX_CFG_FULL ? HX_ELIMIT : HX_EFORMAT;
+        return HX_EFORMAT;
     save(m, to);
     return 0;
 }

@@ -405,7 +405,7 @@ static unsigned types_of(schema *s, const view *v)
     return bits;
 }
 
-static bool json_equal(const hx_json *a, const hx_json *b)
+static bool json_equal(schema *s, const hx_json *a, const hx_json *b)
 {
     const hx_json_type kind = hx_json_kind(a);
     const unsigned both = type_of(a) & type_of(b);
@@ -415,7 +415,8 @@ static bool json_equal(const hx_json *a, const hx_json *b)
     if ((both & T_NUM) != 0) {
         hx_decimal x, y;
 
-        return hx_decimal_read(&x, a) && hx_decimal_read(&y, b) && hx_decimal_cmp(&x, &y) == 0;
+        return hx_decimal_read(s->ir, &x, a) && hx_decimal_read(s->ir, &y, b) &&
+               hx_decimal_cmp(&x, &y) == 0;
     }
     if (kind == HX_JSON_BOOL)
         return hx_json_bool(a, false) == hx_json_bool(b, false);
@@ -430,7 +431,7 @@ static bool json_equal(const hx_json *a, const hx_json *b)
 
         if (kind == HX_JSON_OBJECT && !hx_json_has(b, key.p))
             return false;
-        if (!json_equal(x, kind == HX_JSON_OBJECT ? hx_json_get(b, key.p) : hx_json_at(b, i)))
+        if (!json_equal(s, x, kind == HX_JSON_OBJECT ? hx_json_get(b, key.p) : hx_json_at(b, i)))
             return false;
     }
     return true;
@@ -440,12 +441,12 @@ static bool is_listed(schema *s, const hx_json *node, const hx_json *value)
 {
     const hx_json *list = hx_json_get(node, "enum");
 
-    if (hx_json_has(node, "const") && !json_equal(hx_json_get(node, "const"), value))
+    if (hx_json_has(node, "const") && !json_equal(s, hx_json_get(node, "const"), value))
         return false;
     if (!hx_json_has(node, "enum"))
         return true;
     for (size_t i = 0; i < hx_json_len(list) && hx_ir_work(s->ir, 1); i++)
-        if (json_equal(hx_json_at(list, i), value))
+        if (json_equal(s, hx_json_at(list, i), value))
             return true;
     return false;
 }
@@ -467,7 +468,7 @@ static bool number_fits(schema *s, const view *v, const hx_json *value)
 
     if (has_any(s, v, multiple))
         unsupported(s, "multipleOf beside enum or const");
-    if (!number_bounds(s, v, &lo, &hi, &has_lo, &has_hi) || !hx_decimal_read(&x, value))
+    if (!number_bounds(s, v, &lo, &hi, &has_lo, &has_hi) || !hx_decimal_read(s->ir, &x, value))
         return false;
     const int below = has_lo ? hx_decimal_cmp(&x, &lo) : 1;
     const int above = has_hi ? hx_decimal_cmp(&x, &hi) : -1;
@@ -568,7 +569,7 @@ static bool read_bound(schema *s, const hx_json *node, const char *name, const c
 
         if (both[i] == NULL)
             continue;
-        if (!hx_decimal_read(&d, both[i])) {
+        if (!hx_decimal_read(s->ir, &d, both[i])) {
             unsupported(s, "a bound of more than 40 digits");
             return false;
         }
@@ -605,13 +606,13 @@ static bool read_multiple(schema *s, const view *v, uint32_t *mod, int *frac)
     for (uint32_t i = 0; i < v->n; i++) {
         const hx_json *here = hx_json_get(node_at(s, v, i), "multipleOf");
 
-        if (here != NULL && of != NULL && !json_equal(here, of))
+        if (here != NULL && of != NULL && !json_equal(s, here, of))
             unsupported(s, "more than one multipleOf for a number");
         of = here != NULL ? here : of;
     }
     if (of == NULL)
         return true;
-    if (!hx_decimal_read(&d, of) || d.negative || d.n == 0)
+    if (!hx_decimal_read(s->ir, &d, of) || d.negative || d.n == 0)
         return fail(s, HX_EFORMAT, "not positive:", HX_STR("multipleOf")), false;
     whole = hx_json_int(of, 0);
     if (whole >= 1 && whole <= 200)

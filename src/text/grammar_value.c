@@ -187,7 +187,7 @@ hx_ref hx_json_integer(hx_ir *ir)
     return hx_regex_parse(ir, HX_STR("-?(0|[1-9][0-9]{0,18})"), false, false);
 }
 
-bool hx_decimal_read(hx_decimal *d, const hx_json *number)
+bool hx_decimal_read(hx_ir *ir, hx_decimal *d, const hx_json *number)
 {
     hx_sb b = { 0 };
     int exp = 0, sign = 1;
@@ -196,7 +196,9 @@ bool hx_decimal_read(hx_decimal *d, const hx_json *number)
 
     *d = (hx_decimal) { 0 };
     hx_json_write(&b, number);
-    p = b.p != NULL && !b.bad ? b.p : "0";
+    if (b.bad || b.p == NULL)
+        return hx_ir_fail(ir, HX_ENOMEM, "grammar: no memory for a number") == 0;
+    p = b.p;
     d->negative = *p == '-';
     for (p += d->negative; *p == '.' || (*p >= '0' && *p <= '9'); p++) {
         if (*p == '.') {

@@ -1,0 +1,117 @@
+/* cuda_plain.h - reading matrices of the plain formats in kernels: one weight, or eight
+ * neighbours of a row. Included by cuda_ops.cu and cuda_product.cu. */
+#ifndef HX_CUDA_PLAIN_H
+#define HX_CUDA_PLAIN_H
+
+#include "dev/cuda_dev.h"
+#include "dev/fmt_fp8.h"
+
+/* What a kernel needs of a hx_mat. */
+typedef struct {
+    const void *w, *bias; /* bias: f16 [n] or NULL */
+    const float *scale;   /* FP8 */
+    int64_t n, k;
+    int32_t block_n, block_k;
+    bool wide; /* rows are aligned for eight weights at once, and k % 8 == 0 */
+} hx_plain_mat;
+
+static inline size_t hx_plain_bytes(hx_fmt f)
+{
+    return f == HX_FMT_F32 ? 4 : f == HX_FMT_FP8 ? 1 : 2;
+}
+
+static inline hx_plain_mat hx_plain_of(const hx_mat *m)
+{
+    const size_t align = HX_MIN(8 * hx_plain_bytes(m->fmt), 16);
+
+    return hx_plain_mat{ m->w, m->bias, (const float *)m->scale, m->n, m->k, m->block_n,
+                         m->block_k, (uintptr_t)m->w % align == 0 && m->k % 8 == 0 };
+}
+
+/* Does `what` with FMT set to a plain format. */
+#define HX_PLAIN_SWITCH(fmt, what)                                                       \
+    switch (fmt) {                                                                       \
+    case HX_FMT_F32: {                                                                   \
+        constexpr int FMT = HX_FMT_F32;                                                  \
+        what;                                                                            \
+        break;                                                                           \
+    }                                                                                    \
+    case HX_FMT_F16: {                                                                   \
+        constexpr int FMT = HX_FMT_F16;                                                  \
+        what;                                                                            \
+        break;                                                                           \
+    }                                                                                    \
+    case HX_FMT_BF16: {                                                                  \
+        constexpr int FMT = HX_FMT_BF16;                                                 \
+        what;                                                                            \
+        break;                                                                           \
+    }                                                                                    \
+    default: {                                                                           \
+        constexpr int FMT = HX_FMT_FP8;                                                  \
+        what;                                                                            \
+        break;                                                                           \
+    }                                                                                    \
+    }
+
+HX_DEVICE float hx_plain_scale(const hx_plain_mat &m, int64_t n, int64_t k)
+{
+    const int64_t per_row = (m.k + m.block_k - 1) / m.block_k;
+
+    return m.scale[n / m.block_n * per_row + k / m.block_k];
+}
+
+/* W[n, k]; FP8: value * scale, rounded once. */
+template <int FMT> HX_DEVICE float hx_plain_at(const hx_plain_mat &m, int64_t n, int64_t k)
+{
+    const int64_t i = n * m.k + k;
+
+    if (FMT == HX_FMT_F32)
+        return ((const float *)m.w)[i];
+    if (FMT == HX_FMT_F16)
+        return hx_f16_to(((const uint16_t *)m.w)[i]);
+    if (FMT == HX_FMT_BF16)
+        return hx_bf16_to(((const uint16_t *)m.w)[i]);
+    return hx_e4m3_to(((const uint8_t *)m.w)[i]) * hx_plain_scale(m, n, k);
+}
+
+/* W[n, k … k + 7], k a multiple of 8; 0 past the row's end. */
+template <int FMT>
+HX_DEVICE void hx_plain_load8(float w[8], const hx_plain_mat &m, int64_t n, int64_t k)
+{
+    const int64_t i = n * m.k + k;
+
+    if (!m.wide || k >= m.k) {
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            w[j] = k + j < m.k ? hx_plain_at<FMT>(m, n, k + j) : 0.0f;
+        return;
+    }
+    if (FMT == HX_FMT_F32) {
+        const float4 a = *(const float4 *)((const float *)m.w + i);
+        const float4 b = *(const float4 *)((const float *)m.w + i + 4);
+
+        w[0] = a.x, w[1] = a.y, w[2] = a.z, w[3] = a.w;
+        w[4] = b.x, w[5] = b.y, w[6] = b.z, w[7] = b.w;
+        return;
+    }
+    if (FMT == HX_FMT_FP8) {
+        const uint2 v = *(const uint2 *)((const uint8_t *)m.w + i);
+        const uint32_t u[2] = { v.x, v.y };
+
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            w[j] = hx_e4m3_to((uint8_t)(u[j / 4] >> (8 * (j % 4)))) *
+                   hx_plain_scale(m, n, k + j);
+        return;
+    }
+    const uint4 v = *(const uint4 *)((const uint16_t *)m.w + i);
+    const uint32_t u[4] = { v.x, v.y, v.z, v.w };
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const uint16_t h = (uint16_t)(u[j / 2] >> (16 * (j % 2)));
+
+        w[j] = FMT == HX_FMT_F16 ? hx_f16_to(h) : hx_bf16_to(h);
+    }
+}
+
+#endif

@@ -1,0 +1,65 @@
+#!/bin/bash
+# The command line as a person or a script uses it: right answers, exit statuses, one-sentence errors.
+#   tests/suite_cli.sh BUILD
+build=$1 hoist=$1/hoist demo=models/demo-exl3
+tmp=$(mktemp -d)
+trap 'rm -rf "$tmp"' EXIT
+
+check() {        # NAME, expected status, pattern in what it printed, command…
+    local name=$1 status=$2 pattern=$3 got rc
+    shift 3
+    got=$(timeout 60 "$@" 2>&1 </dev/null)
+    rc=$?
+    if [ "$rc" = "$status" ] && grep -qE "$pattern" <<<"$got"; then
+        echo "ok cli_$name"
+    else
+        echo "not ok cli_$name: status $rc (expected $status), said: $(head -c 300 <<<"$got")"
+    fi
+}
+
+check run_greedy 0 '^The capital of France is Paris\.$' "$hoist" run $demo -p 'What is the capital of France?' --temp 0
+check run_raw 0 'the earth' "$hoist" run $demo -p 'In the beginning God created the heaven and' --raw --temp 0 -n 8
+check run_ref 0 'the earth' "$hoist" run $demo -p 'In the beginning God created the heaven and' --raw --temp 0 -n 3 --device ref --ctx 256
+check run_without_prompt 2 'needs a prompt' "$hoist" run $demo
+check help 0 'usage:' "$hoist" --help
+check help_serve 0 '\-\-api-key' "$hoist" serve --help
+check man 0 '^\.TH HOIST' "$hoist" --man
+check version 0 '^hoist [0-9]' "$hoist" --version
+check no_command 2 'usage:' "$hoist"
+check bad_command 2 'no command "fly"' "$hoist" fly
+check bad_option 2 'has no option --fast' "$hoist" serve --fast
+check bad_value 2 'port: "banana", expected an integer' "$hoist" serve --port banana
+check no_model 1 '/nowhere/config\.json' "$hoist" run /nowhere -p x
+check inspect 0 'routed experts' "$hoist" inspect $demo
+check inspect_verify 0 'verified' "$hoist" inspect $demo --verify --tensors
+check ctx_warning 0 'longer than the 32768 tokens' "$hoist" run $demo -p Hello! --temp 0 -n 2 --ctx 40000
+check too_small_cache 1 'the budget is' "$hoist" run $demo -p Hello! --cache 1MB
+check bench 0 'decode, 1 stream' "$hoist" bench decode $demo -n 8 --streams 1 --json "$tmp/bench.json"
+check bench_json 0 'tok/s' cat "$tmp/bench.json"
+check chat 0 'Paris' bash -c "printf 'What is the capital of France?\n/quit\n' | $hoist chat $demo --temp 0"
+check chat_help 0 'Ctrl-C stops' bash -c "printf '/help\n' | $hoist chat $demo"
+
+echo '[4034, 4036, 4038, 436, 438, 25, 584, 4039, 1718, 0, 4040, 4053]' > "$tmp/ids.json"
+check logits 0 'wrote 2 rows of 4096' "$hoist" logits $demo --ids "$tmp/ids.json" --out "$tmp/out.f32" --positions last:2
+check logits_size 0 '^32768$' stat -c %s "$tmp/out.f32"
+echo '[4034, 99999]' > "$tmp/bad.json"
+check logits_bad_id 1 '99999' "$hoist" logits $demo --ids "$tmp/bad.json" --out "$tmp/out.f32"
+echo '{"a":1}' > "$tmp/bad.json"
+check logits_no_list 1 'expected a list' "$hoist" logits $demo --ids "$tmp/bad.json" --out "$tmp/out.f32"
+
+# Broken checkpoints: one sentence that names the thing.
+cp -r $demo "$tmp/m" && rm -rf "$tmp/m/reference"
+head -c 100000 $demo/model.safetensors > "$tmp/m/model.safetensors"
+check truncated 1 'model\.safetensors' "$hoist" inspect "$tmp/m"
+cp $demo/model.safetensors "$tmp/m/"
+sed 's/"hidden_size": 256/"hidden_size": 512/' $demo/config.json > "$tmp/m/config.json"
+check config_disagrees 1 'expected' "$hoist" inspect "$tmp/m"
+sed 's/"scoring_func": "sigmoid"/"scoring_func": "softmax"/' $demo/config.json > "$tmp/m/config.json"
+check config_unsupported 1 'scoring_func' "$hoist" inspect "$tmp/m"
+sed 's/"hidden_act": "silu"/"hidden_act": "silu", "new_trick": true/' $demo/config.json > "$tmp/m/config.json"
+check config_unknown 1 'new_trick' "$hoist" inspect "$tmp/m"
+sed 's/"model_type": "glm5_next"/"model_type": "llama"/' $demo/config.json > "$tmp/m/config.json"
+check other_family 1 'llama' "$hoist" inspect "$tmp/m"
+cp $demo/config.json "$tmp/m/"
+printf '{%% frobnicate %%}' > "$tmp/m/chat_template.jinja"
+check bad_template 1 'chat_template\.jinja:1' "$hoist" run "$tmp/m" -p x
