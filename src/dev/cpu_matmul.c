@@ -19,6 +19,7 @@ enum {
     BAND = 128,  /* outputs that a worker computes together: a rotation */
     ROWS = 64,   /* that share one decoding of the weights */
     BATCH = 512, /* rows that are prepared together, at most */
+    FEW = 2,     /* rows for which widening first does not pay */
     ALIGN = 64
 };
 
@@ -392,6 +393,12 @@ static void add_plain(const hx_mm_kernels *k, const outputs *o, int64_t c, int64
 {
     const int n = (int)HX_MIN(o->m->k - b * BLOCK, BLOCK);
 
+    if (k->sum_bf16 != NULL && o->m->fmt == HX_FMT_BF16 && s->n_row <= FEW && n == BLOCK &&
+        c + COLS <= o->n) {
+        s->w = (const uint8_t *)o->m->w + 2 * ((o->first + c) * o->m->k + b * BLOCK);
+        k->sum_bf16(s, 2 * (size_t)o->m->k);
+        return;
+    }
     for (int64_t i = 0; i < COLS; i++) {
         float *to = w->w.plain + i * BLOCK;
         const int used = c + i < o->n ? n : 0;

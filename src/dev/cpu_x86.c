@@ -425,6 +425,41 @@ static AVX2 void avx2_sum_columns(const hx_mm_sum *s, int n_in)
         columns_avx2(s, r, 1, n_in);
 }
 
+static FLAT AVX2 __m256 load_bf16(const uint8_t *p)
+{
+    const __m256i u =
+        _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)p));
+
+    return _mm256_castsi256_ps(_mm256_slli_epi32(u, 16));
+}
+
+static AVX2 void avx2_sum_bf16(const hx_mm_sum *s, size_t out_bytes)
+{
+    for (int r = 0; r < s->n_row; r++) {
+        const float *x = (const void *)(s->x + (size_t)r * s->x_step);
+        __m256 t[2];
+
+        for (int half = 0; half < 2; half++) {
+            const uint8_t *w = (const uint8_t *)s->w + (size_t)half * 8 * out_bytes;
+            __m256 sum[8];
+
+            UNROLL
+            for (int i = 0; i < 8; i++)
+                sum[i] = _mm256_setzero_ps();
+            for (int k = 0; k < BLOCK; k += 8) {
+                const __m256 v = _mm256_loadu_ps(x + k);
+
+                UNROLL
+                for (int i = 0; i < 8; i++)
+                    sum[i] = _mm256_fmadd_ps(load_bf16(w + (size_t)i * out_bytes + 2 * k),
+                                             v, sum[i]);
+            }
+            t[half] = lanes_ps(sum);
+        }
+        tree_add_avx2(s->tree + (size_t)r * s->tree_step, s->block, t[0], t[1]);
+    }
+}
+
 /* ---- AVX2: rows ------------------------------------------------------ */
 
 static FLAT AVX2 __m256 half8(const void *p, int i)
@@ -665,6 +700,7 @@ const hx_mm_kernels hx_mm_avx2 = {
     .rotate = avx2_rotate,
     .widen = avx2_widen,
     .sum_plain = avx2_sum_plain,
+    .sum_bf16 = avx2_sum_bf16,
     .sum_columns = avx2_sum_columns,
     .act = avx2_act,
 };
@@ -905,6 +941,7 @@ const hx_mm_kernels hx_mm_avx512 = {
     .rotate = avx2_rotate,
     .widen = avx2_widen,
     .sum_plain = avx2_sum_plain,
+    .sum_bf16 = avx2_sum_bf16,
     .sum_columns = avx2_sum_columns,
     .act = avx2_act,
 };

@@ -2,7 +2,8 @@
  * it in a build with CUDA, nobody else includes it.
  *
  * cuda.cu         the device: open, close, memory, copies, the operation table
- * cuda_ops.cu     rows on their own, products, streams, routing
+ * cuda_ops.cu     rows on their own, streams, routing
+ * cuda_product.cu products: plain formats, and the dispatch to those of cuda.h
  * cuda_sample.cu  sampling
  * cuda_kda.cu     short convolution and gated delta rule
  * cuda_attn.cu    what needs pages: latents, index, attention
@@ -48,8 +49,9 @@ HX_CUDA_OPS(X)
 #undef X
 
 /* Scratch that the largest operation of each file needs. Shared: contents last one call. */
-size_t hx_cuda_ops_scratch_bytes(const hx_dev_limits *l, int n_sm);
-size_t hx_cuda_sample_scratch_bytes(const hx_dev_limits *l, int n_sm);
+size_t hx_cuda_ops_scratch_bytes(const hx_dev_limits *l);
+size_t hx_cuda_product_scratch_bytes(const hx_dev_limits *l, int n_sm);
+size_t hx_cuda_sample_scratch_bytes(const hx_dev_limits *l);
 size_t hx_cuda_attn_scratch_bytes(const hx_dev_limits *l, int n_sm);
 
 #ifdef __cplusplus
@@ -85,7 +87,7 @@ typedef struct {
     hx_cuda_stage stage[HX_CUDA_STAGES];
     size_t        stage_bytes; /* of each */
     int           next_stage;
-    struct hx_cuda_tables *tables; /* cuda_ops.cu: where the experts of a layer lie */
+    struct hx_cuda_tables *tables; /* cuda_product.cu: where experts lie */
 } hx_cuda;
 
 static inline hx_cuda *hx_cuda_of(const hx_dev *d)
@@ -93,7 +95,7 @@ static inline hx_cuda *hx_cuda_of(const hx_dev *d)
     return (hx_cuda *)d->own;
 }
 
-/* cuda_ops.cu, at open and close. */
+/* cuda_product.cu, at open and close. */
 int  hx_cuda_tables_open(hx_cuda *c, const hx_dev_limits *l, hx_err *err);
 void hx_cuda_tables_close(hx_cuda *c);
 

@@ -553,7 +553,7 @@ static __device__ __forceinline__ void kda_batch(const kda_head &x, kda_state<T>
  * memory holds one batch, or two. Moves the state in, and out where it changed, and the rows;
  * q, k and g once for each block of a head. */
 template <class T>
-__global__ void __launch_bounds__(KDA_THREADS)
+__global__ void __launch_bounds__(KDA_THREADS, T::HOLD ? 3 : 4)
     kda_rows(const kda_args a, const __grid_constant__ hx_cuda_spans spans)
 {
     extern __shared__ __align__(16) float room[];
@@ -572,18 +572,21 @@ __global__ void __launch_bounds__(KDA_THREADS)
     if (x.keep == 0 && x.s.pos0 == 0)
         kda_write<T>(x, st, col);
     for (int i0 = -T::BATCH; i0 < x.n; i0 += T::BATCH) {
+        const bool more = !T::HOLD || i0 < 0;
         const int half = T::HOLD ? 0 : i0 / T::BATCH & 1;
         float *next = room + (T::HOLD ? 0 : half ^ 1) * T::BATCH * T::ROW;
 
+        if (more)
 #pragma unroll
-        for (int j = 0; j < T::EACH; j++)
-            kda_load<T>(x, i0 + T::BATCH + warp + KDA_WARPS * j, raw[j]);
+            for (int j = 0; j < T::EACH; j++)
+                kda_load<T>(x, i0 + T::BATCH + warp + KDA_WARPS * j, raw[j]);
         if (i0 >= 0)
             kda_batch<T>(x, st, i0, room + half * T::BATCH * T::ROW, col);
+        if (more)
 #pragma unroll
-        for (int j = 0; j < T::EACH; j++)
-            kda_prepare<T>(x, i0 + T::BATCH + warp + KDA_WARPS * j, raw[j],
-                           next + (warp + KDA_WARPS * j) * T::ROW);
+            for (int j = 0; j < T::EACH; j++)
+                kda_prepare<T>(x, i0 + T::BATCH + warp + KDA_WARPS * j, raw[j],
+                               next + (warp + KDA_WARPS * j) * T::ROW);
         __syncthreads();
         if (T::HOLD && i0 < 0 && x.s.n_row > 0)
             kda_hold<T>(x, room, blocks);

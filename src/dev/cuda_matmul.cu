@@ -20,7 +20,7 @@
 #define ROWS_MMA   4                /* activation rows in one B operand */
 #define PLANE      256              /* bytes of the planes of a block of a row */
 #define PLANE_STEP 288              /* the same in shared memory: 4 rows, no conflicts */
-#define MIN_BLOCKS(rq, half) ((rq) == 4 ? 3 : (half) || (rq) == 2 ? 4 : 5)
+#define MIN_BLOCKS(rq, half) ((rq) == 4 ? (half) ? 2 : 3 : (half) || (rq) == 2 ? 4 : 5)
 #define MAX_LEVELS 5                /* of the join: 8 * 2^5 - 8 splits */
 
 /* The second launch's arguments. */

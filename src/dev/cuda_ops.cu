@@ -14,8 +14,9 @@ enum {
     SLICE = 512,       /* inputs of a partial sum of hc_mix */
     MIX_ROWS = 4,      /* rows that share the weights of a slice */
     MAX_STREAMS = 8,   /* ops.c: same bound */
-    MAX_GRID_Y = 65535,
 };
+
+static const int64_t MAX_GRID_Y = 65535;
 
 static bool aligned16(const void *p)
 {
@@ -371,14 +372,6 @@ template <int FMT> __global__ void mix_dots(const __grid_constant__ mix_args a)
     }
 }
 
-/* 1 / x, one Newton step. */
-HX_DEVICE float reciprocal(float x)
-{
-    const float r = __frcp_rn(x);
-
-    return r;
-}
-
 /* comb becomes doubly stochastic up to eps (glm5_next.md 3), in registers. */
 template <int S> HX_DEVICE void sinkhorn(float c[S][S], float eps, int iters)
 {
@@ -406,7 +399,7 @@ template <int S> HX_DEVICE void sinkhorn(float c[S][S], float eps, int iters)
 #pragma unroll
             for (int i = 1; i < S; i++)
                 sum += turn % 2 == 0 ? c[i][l] : c[l][i];
-            inv[l] = reciprocal(sum + eps);
+            inv[l] = __frcp_rn(sum + eps);
         }
 #pragma unroll
         for (int i = 0; i < S; i++)
@@ -684,7 +677,7 @@ __global__ void combine_rows(const combine_args a)
 }
 
 /* Partial sums of hc_mix for a few hundred rows; larger calls go in parts. */
-size_t hx_cuda_mix_scratch_bytes(const hx_dev_limits *l)
+size_t hx_cuda_ops_scratch_bytes(const hx_dev_limits *l)
 {
     const int64_t rows = HX_MAX(1, HX_MIN(l->max_rows, 256));
 

@@ -3,6 +3,8 @@
 #ifndef HX_CUDA_PLAIN_H
 #define HX_CUDA_PLAIN_H
 
+#include <cuda_fp16.h>
+
 #include "dev/cuda_dev.h"
 #include "dev/fmt_fp8.h"
 
@@ -53,11 +55,18 @@ static inline hx_plain_mat hx_plain_of(const hx_mat *m)
     }                                                                                    \
     }
 
+/* As hx_f16_to, in one instruction. */
+HX_DEVICE float hx_half_to(uint16_t h)
+{
+    return __half2float(__ushort_as_half(h));
+}
+
 HX_DEVICE float hx_plain_scale(const hx_plain_mat &m, int64_t n, int64_t k)
 {
-    const int64_t per_row = (m.k + m.block_k - 1) / m.block_k;
+    const uint32_t per_row = ((uint32_t)m.k + m.block_k - 1) / (uint32_t)m.block_k;
+    const uint32_t bn = (uint32_t)n / (uint32_t)m.block_n, bk = (uint32_t)k / (uint32_t)m.block_k;
 
-    return m.scale[n / m.block_n * per_row + k / m.block_k];
+    return m.scale[(int64_t)bn * per_row + bk];
 }
 
 /* W[n, k]; FP8: value * scale, rounded once. */
@@ -68,7 +77,7 @@ template <int FMT> HX_DEVICE float hx_plain_at(const hx_plain_mat &m, int64_t n,
     if (FMT == HX_FMT_F32)
         return ((const float *)m.w)[i];
     if (FMT == HX_FMT_F16)
-        return hx_f16_to(((const uint16_t *)m.w)[i]);
+        return hx_half_to(((const uint16_t *)m.w)[i]);
     if (FMT == HX_FMT_BF16)
         return hx_bf16_to(((const uint16_t *)m.w)[i]);
     return hx_e4m3_to(((const uint8_t *)m.w)[i]) * hx_plain_scale(m, n, k);
@@ -97,11 +106,13 @@ HX_DEVICE void hx_plain_load8(float w[8], const hx_plain_mat &m, int64_t n, int6
     if (FMT == HX_FMT_FP8) {
         const uint2 v = *(const uint2 *)((const uint8_t *)m.w + i);
         const uint32_t u[2] = { v.x, v.y };
+        const bool one = m.block_k % 8 == 0;
+        const float first = hx_plain_scale(m, n, k);
 
 #pragma unroll
         for (int j = 0; j < 8; j++)
             w[j] = hx_e4m3_to((uint8_t)(u[j / 4] >> (8 * (j % 4)))) *
-                   hx_plain_scale(m, n, k + j);
+                   (one ? first : hx_plain_scale(m, n, k + j));
         return;
     }
     const uint4 v = *(const uint4 *)((const uint16_t *)m.w + i);
@@ -110,7 +121,7 @@ HX_DEVICE void hx_plain_load8(float w[8], const hx_plain_mat &m, int64_t n, int6
     for (int j = 0; j < 8; j++) {
         const uint16_t h = (uint16_t)(u[j / 2] >> (16 * (j % 2)));
 
-        w[j] = FMT == HX_FMT_F16 ? hx_f16_to(h) : hx_bf16_to(h);
+        w[j] = FMT == HX_FMT_F16 ? hx_half_to(h) : hx_bf16_to(h);
     }
 }
 

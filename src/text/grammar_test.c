@@ -587,22 +587,98 @@ static void test_large_sources(void **state)
 
 /* ---- random walks ---------------------------------------------------- */
 
-/* Picks an allowed id: any in the beginning, later one that helps to finish. */
-static int32_t pick(const words *w, const uint32_t *mask, bool hurry)
+/* Bytes that end the rule of each state soonest, so that a walk can be brought to an end. */
+typedef struct { const hx_grammar *g; uint64_t *end; } ways;
+
+enum { FAR = 1 << 30 };
+
+static uint64_t end_of(const ways *w, uint32_t state)
 {
-    static const char closers[] = "}]\"0)f";
-    const int32_t n = w->v->n_vocab;
-    const int32_t end = w->v->end[0];
+    const hx_dfa *d = &w->g->dfa;
+    const hx_dfa_state *s = &d->state.p[state];
+    uint64_t best = s->final ? 0 : FAR;
 
-    if (has_bit(mask, end) && (hurry || below(4) == 0))
+    if (s->rule != HX_IR_NO_END) {
+        const hx_dfa_rule *r = &d->rule.p[s->rule];
+
+        return HX_MIN((uint64_t)FAR, r->min * w->end[d->rule.p[r->child].start]);
+    }
+    for (uint32_t i = 0; i < s->n_byte; i++)
+        best = HX_MIN(best, 1 + w->end[d->byte.p[s->byte + i].to]);
+    for (uint32_t i = 0; i < s->n_token; i++)
+        best = HX_MIN(best, 1 + w->end[d->token.p[s->token + i].to]);
+    for (uint32_t i = 0; i < s->n_call; i++) {
+        const hx_call_edge *c = &d->call.p[s->call + i];
+
+        best = HX_MIN(best, w->end[d->rule.p[c->rule].start] + w->end[c->ret]);
+    }
+    return best;
+}
+
+static void ways_open(ways *w, const hx_grammar *g)
+{
+    bool again = true;
+
+    *w = (ways) { g, hx_new(uint64_t, g->dfa.state.n) };
+    assert_non_null(w->end);
+    for (uint32_t i = 0; i < g->dfa.state.n; i++)
+        w->end[i] = FAR;
+    while (again) {
+        again = false;
+        for (uint32_t i = g->dfa.state.n; i > 0; i--) {
+            const uint64_t e = end_of(w, i - 1);
+
+            again |= e < w->end[i - 1];
+            w->end[i - 1] = e;
+        }
+    }
+}
+
+/* The fewest bytes to the end of all. */
+static uint64_t to_end(const ways *w, const hx_matcher *m)
+{
+    const hx_dfa *d = &w->g->dfa;
+    uint64_t below_frame[HX_MATCHER_FRAMES + 1] = { 0 }, best = m->complete ? 0 : FAR;
+
+    for (uint32_t k = 0; k < m->n_frame; k++) {
+        const uint32_t rule = d->state.p[m->frame[k].ret].rule;
+        uint64_t here = w->end[m->frame[k].ret];
+
+        if (rule != HX_IR_NO_END) {
+            const uint32_t min = d->rule.p[rule].min, c = m->frame[k].count;
+
+            here = (min > c ? min - c : 0) * w->end[d->rule.p[d->rule.p[rule].child].start];
+        }
+        below_frame[k + 1] = here + below_frame[m->frame[k].parent];
+    }
+    for (uint32_t i = 0; i < m->n_item; i++)
+        best = HX_MIN(best, w->end[m->item[i].state] + below_frame[m->item[i].frame]);
+    return best;
+}
+
+/* Picks an allowed id: any in the beginning, later the byte that leads to the end. */
+static int32_t pick(const words *w, const hx_matcher *m, const uint32_t *mask, const ways *hurry)
+{
+    const int32_t n = w->v->n_vocab, end = w->v->end[0];
+    int32_t best = -1;
+    uint64_t least = UINT64_MAX;
+
+    if (has_bit(mask, end) && (hurry != NULL || below(4) == 0))
         return end;
-    const uint32_t first = below(6);
+    for (int32_t id = 0; hurry != NULL && id < w->n; id++) {
+        hx_matcher next;
 
-    for (uint32_t i = 0; hurry && i < 6; i++)
-        for (int32_t id = 0; id < w->n; id++)
-            if (w->v->kind[id] == HX_TOKEN_TEXT && w->bytes[id].n == 1 &&
-                w->bytes[id].p[0] == closers[(first + i) % 6] && has_bit(mask, id))
-                return id;
+        if (w->bytes[id].n != 1 || !has_bit(mask, id))
+            continue;
+        next = *m;
+        assert_int_equal(hx_grammar_accept(&next, id), 0);
+        if (to_end(hurry, &next) < least) {
+            least = to_end(hurry, &next);
+            best = id;
+        }
+    }
+    if (best >= 0)
+        return best;
     const int32_t from = (int32_t)below((uint32_t)n);
 
     for (int32_t k = 0; k < n; k++)
@@ -615,11 +691,14 @@ static int32_t pick(const words *w, const uint32_t *mask, bool hurry)
 static bool random_text(const words *w, hx_grammar *g, int budget, hx_sb *out)
 {
     uint32_t mask[154880 / 32 + 1];
+    bool ended = false;
     hx_matcher m;
     hx_err err = { 0 };
+    ways w2;
 
+    ways_open(&w2, g);
     hx_grammar_start(g, &m);
-    for (int step = 0; step < 3000; step++) {
+    for (int step = 0; step < 3000 && !ended; step++) {
         char forced[64];
         int32_t id;
 
@@ -627,16 +706,18 @@ static bool random_text(const words *w, hx_grammar *g, int budget, hx_sb *out)
             fail_msg("after \"%.*s\": %s", (int)out->n, out->p, err.msg);
         const size_t n = hx_grammar_forced(&m, forced, sizeof(forced));
 
-        id = pick(w, mask, step >= budget);
+        id = pick(w, &m, mask, step >= budget ? &w2 : NULL);
         assert_true(id >= 0);
         assert_int_equal(hx_grammar_accept(&m, id), 0);
-        if (id == w->v->end[0])
-            return true;
+        ended = id == w->v->end[0];
+        if (ended)
+            break;
         if (n > 0 && w->v->kind[id] == HX_TOKEN_TEXT)
             assert_memory_equal(forced, w->bytes[id].p, HX_MIN(n, w->bytes[id].n));
         hx_sb_add(out, w->bytes[id].p, w->bytes[id].n);
     }
-    return false;
+    hx_free(w2.end);
+    return ended;
 }
 
 static int run_python(const char *path)
@@ -728,7 +809,7 @@ static void test_masks_exact(void **state)
                 checks++;
             }
             assert_int_equal(hx_grammar_mask(&m, mask, NULL), 0);
-            const int32_t id = pick(w, mask, below(3) == 0);
+            const int32_t id = pick(w, &m, mask, NULL);
 
             if (id == w->v->end[0])
                 break;
@@ -757,7 +838,7 @@ static void test_copies(void **state)
         hx_grammar_start(g, &at[0]);
         for (; n < STEPS; n++) {
             assert_int_equal(hx_grammar_mask(&at[n], mask[n], NULL), 0);
-            id[n] = pick(&demo, mask[n], false);
+            id[n] = pick(&demo, &at[n], mask[n], NULL);
             at[n + 1] = at[n];
             assert_int_equal(hx_grammar_accept(&at[n + 1], id[n]), 0);
             if (id[n] == demo.v->end[0])
@@ -806,7 +887,7 @@ static void test_small_cache(void **state)
             assert_int_equal(hx_grammar_mask(&m, a, NULL), 0);
             assert_int_equal(hx_grammar_mask(&k, b, NULL), 0);
             assert_memory_equal(a, b, big.v->n_word * 4);
-            const int32_t id = pick(&big, a, false);
+            const int32_t id = pick(&big, &m, a, NULL);
 
             if (id == big.v->end[0])
                 break;
@@ -1475,6 +1556,9 @@ static void bench_schemas(const words *w, const char *what)
         hx_grammar *g = schema_open(&l, i, w->v);
 
         note(&open, now_us() - t0);
+        ways hurry;
+
+        ways_open(&hurry, g);
         for (int k = 0; k < 4; k++) {
             hx_matcher m;
 
@@ -1484,7 +1568,7 @@ static void bench_schemas(const words *w, const char *what)
 
                 assert_int_equal(hx_grammar_mask(&m, mask, NULL), 0);
                 const double t2 = now_us();
-                const int32_t id = pick(w, mask, step >= 10 + 10 * k);
+                const int32_t id = pick(w, &m, mask, step >= 10 + 10 * k ? &hurry : NULL);
                 const double t3 = now_us();
 
                 assert_int_equal(hx_grammar_accept(&m, id), 0);
@@ -1496,6 +1580,7 @@ static void bench_schemas(const words *w, const char *what)
                     break;
             }
         }
+        hx_free(hurry.end);
         hx_grammar_close(g);
     }
     lines_close(&l);
@@ -1511,7 +1596,9 @@ static void bench_other(const words *w, hx_grammar_kind kind, const char *source
     static uint32_t mask[154880 / 32 + 1];
     hx_grammar *g = must_open(w->v, kind, hx_str_c(source), NULL);
     times all = { 0 };
+    ways hurry;
 
+    ways_open(&hurry, g);
     seed = 37;
     for (int k = 0; k < 5; k++) {
         hx_matcher m;
@@ -1522,7 +1609,7 @@ static void bench_other(const words *w, hx_grammar_kind kind, const char *source
 
             assert_int_equal(hx_grammar_mask(&m, mask, NULL), 0);
             note(&all, now_us() - t1);
-            const int32_t id = pick(w, mask, step >= 40);
+            const int32_t id = pick(w, &m, mask, step >= 40 ? &hurry : NULL);
 
             assert_int_equal(hx_grammar_accept(&m, id), 0);
             if (id == w->v->end[0])
@@ -1530,6 +1617,7 @@ static void bench_other(const words *w, hx_grammar_kind kind, const char *source
         }
     }
     say(source, &all);
+    hx_free(hurry.end);
     hx_grammar_close(g);
 }
 

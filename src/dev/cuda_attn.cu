@@ -1,0 +1,990 @@
+/* cuda_attn.cu - sequence memory on the GPU: latents, pooled index keys, index scores, the
+ * best of them, attention over latents. Called through the operation table in cuda.cu.
+ * Never allocates, waits or reads back; spans and page tables are read where they are, so
+ * that a decode step can be replayed at any length.
+ *
+ * All sums are fp32 FMAs in an order that follows the row's own length: decode and prefill
+ * run the same text. */
+#include "dev/cuda_dev.h"
+#include "dev/fmt_plain.h"
+
+enum {
+    GRID_Y = 65535,  /* the most of a grid's second dimension */
+    ROW_THREADS = 128,
+};
+
+/* ---- pages ----------------------------------------------------------- */
+
+typedef struct {
+    void          *data;
+    const int32_t *table; /* [Q, max_page] */
+    int64_t        max_page;
+    int            width, f32;
+} page_args;
+
+static int pages_of(page_args *out, const hx_pages *g, const char *op, hx_err *err)
+{
+    if (g->table_dev.p == NULL && g->max_page > 0)
+        return hx_fail(err, HX_EARG, "%s: the page table is not on the device", op);
+    if (g->width > INT16_MAX)
+        return hx_fail(err, HX_EUNSUP, "%s: pages of width %lld, cuda takes up to %d", op,
+                       (long long)g->width, INT16_MAX);
+    *out = page_args { g->data.p, (const int32_t *)g->table_dev.p, g->max_page,
+                       (int)g->width, g->fmt == HX_CACHE_F32 };
+    return 0;
+}
+
+/* Where item i of a slot begins, in items of the page memory; per items in a page. */
+HX_DEVICE int64_t page_item(const page_args &g, int slot, int i, int per)
+{
+    const int64_t page = g.table[slot * g.max_page + i / per];
+
+    return (page * per + i % per) * g.width;
+}
+
+HX_DEVICE void page_store(const page_args &g, int64_t at, float v)
+{
+    if (g.f32 != 0)
+        ((float *)g.data)[at] = v;
+    else
+        ((uint16_t *)g.data)[at] = hx_bf16_from(v);
+}
+
+HX_DEVICE float wide(float v)
+{
+    return v;
+}
+
+HX_DEVICE float wide(uint16_t v)
+{
+    return hx_bf16_to(v);
+}
+
+/* ---- latents --------------------------------------------------------- */
+
+typedef struct {
+    const float *c;
+    int64_t      ldc, row0;
+    page_args    cache;
+} latent_args;
+
+/* One block: one row. Grid rows. Reads the row, writes it rounded. */
+__global__ void __launch_bounds__(ROW_THREADS)
+    append_latents(const latent_args a, const __grid_constant__ hx_cuda_spans spans)
+{
+    const int64_t row = blockIdx.x;
+    const hx_span s = hx_span_of_row(spans, row);
+
+    if (s.n_row == 0)
+        return;
+    const int64_t at = page_item(a.cache, s.slot, s.pos0 + (int)(row - s.row0), HX_PAGE);
+    for (int i = threadIdx.x; i < a.cache.width; i += ROW_THREADS)
+        page_store(a.cache, at + i, a.c[row * a.ldc + i]);
+}
+
+extern "C" int hx_cuda_latent_append(hx_dev *d, const hx_latent_append_args *a, hx_err *err)
+{
+    latent_args k = { (const float *)a->c.p, a->ldc, 0, {} };
+    hx_cuda *c = hx_cuda_of(d);
+    hx_cuda_spans spans;
+    int rc;
+
+    if ((rc = hx_cuda_spans_of(&spans, &a->rows, "latent_append", err)) != 0 ||
+        (rc = pages_of(&k.cache, &a->cache, "latent_append", err)) != 0)
+        return rc;
+    HX_LAUNCH(c, "latent_append", err, append_latents, dim3((unsigned)a->rows.n_row),
+              ROW_THREADS, 0, k, spans);
+    return 0;
+}
+
+/* ---- pooled index keys ----------------------------------------------- */
+
+enum { MAX_POOL = 8, POOLS = 1, RING = 2 };
+
+typedef struct {
+    const float *key, *gate, *ape;
+    float       *ring;
+    page_args    pool;
+    int          pool_n, what; /* POOLS, RING or both */
+} index_args;
+
+/* Key and gate of position pos in a slot's ring. */
+HX_DEVICE float *ring_at(const index_args &a, int slot, int pos)
+{
+    return a.ring + ((int64_t)slot * HX_RING + pos % HX_RING) * 2 * a.pool.width;
+}
+
+/* Channel c of the pool that ends with row t of the span, from rows of the call and, before
+ * these, from the ring. */
+HX_DEVICE float pool_key(const index_args &a, const hx_span &s, int t, int c)
+{
+    const int width = a.pool.width, first = t - a.pool_n + 1;
+    float logit[MAX_POOL], key[MAX_POOL], top = -INFINITY, mass = 0, sum = 0;
+
+#pragma unroll
+    for (int i = 0; i < MAX_POOL; i++) {
+        if (i >= a.pool_n)
+            break;
+        const int64_t at = ((int64_t)s.row0 + first + i) * width + c;
+        const float *old = ring_at(a, s.slot, s.pos0 + first + i);
+
+        key[i] = first + i >= 0 ? a.key[at] : old[c];
+        logit[i] = (first + i >= 0 ? a.gate[at] : old[width + c]) + a.ape[i * width + c];
+        top = fmaxf(top, logit[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < MAX_POOL; i++) {
+        if (i >= a.pool_n)
+            break;
+        const float e = expf(logit[i] - top);
+
+        mass += e;
+        sum = fmaf(e, key[i], sum);
+    }
+    return sum / mass;
+}
+
+/* One block: one row. Grid rows. Where a pool ends, makes its key; keeps the row in the
+ * ring, if it is among the span's last HX_RING. */
+__global__ void __launch_bounds__(ROW_THREADS)
+    append_index(const index_args a, const __grid_constant__ hx_cuda_spans spans)
+{
+    const int64_t row = blockIdx.x;
+    const hx_span s = hx_span_of_row(spans, row);
+    const int t = (int)(row - s.row0), pos = s.pos0 + t, width = a.pool.width;
+
+    if (s.n_row == 0)
+        return;
+    if ((a.what & POOLS) != 0 && (pos + 1) % a.pool_n == 0) {
+        const int64_t to = page_item(a.pool, s.slot, pos / a.pool_n, HX_PAGE / a.pool_n);
+
+        for (int c = threadIdx.x; c < width; c += ROW_THREADS)
+            page_store(a.pool, to + c, pool_key(a, s, t, c));
+    }
+    if ((a.what & RING) != 0 && t >= s.n_row - HX_RING) {
+        float *to = ring_at(a, s.slot, pos);
+
+        for (int c = threadIdx.x; c < width; c += ROW_THREADS) {
+            to[c] = a.key[row * width + c];
+            to[width + c] = a.gate[row * width + c];
+        }
+    }
+}
+
+/* Up to HX_RING - P + 1 rows take no place in the ring that a pool still needs: one launch
+ * does both. */
+extern "C" int hx_cuda_index_append(hx_dev *d, const hx_index_append_args *a, hx_err *err)
+{
+    const bool once = a->rows.n_row + a->pool_n - 1 <= HX_RING;
+    index_args k = { (const float *)a->key.p, (const float *)a->gate.p,
+                     (const float *)a->ape.p, (float *)a->ring.p, {}, (int)a->pool_n,
+                     once ? POOLS | RING : POOLS };
+    const dim3 grid((unsigned)a->rows.n_row);
+    hx_cuda *c = hx_cuda_of(d);
+    hx_cuda_spans spans;
+    int rc;
+
+    if ((rc = hx_cuda_spans_of(&spans, &a->rows, "index_append", err)) != 0 ||
+        (rc = pages_of(&k.pool, &a->pool, "index_append", err)) != 0)
+        return rc;
+    HX_LAUNCH(c, "index_append", err, append_index, grid, ROW_THREADS, 0, k, spans);
+    if (once)
+        return 0;
+    k.what = RING;
+    HX_LAUNCH(c, "index_append", err, append_index, grid, ROW_THREADS, 0, k, spans);
+    return 0;
+}
+
+/* ---- small dense products -------------------------------------------- */
+
+/* dot[a][b] += x[x0 + 4 a] . y[y0 + 8 b] over n floats, for the warp's lanes: lane = 8 * xi +
+ * yi has x0 = xi and y0 = yi. Rows are ld floats apart; ld is 4 more than a multiple of 32,
+ * so that no two lanes meet in a bank. */
+template <int A, int B>
+HX_DEVICE void warp_dots(float (&dot)[A][B], const float *x, const float *y, int ld, int n)
+{
+#pragma unroll 4
+    for (int k = 0; k < n; k += 4) {
+        float4 xv[A], yv[B];
+
+#pragma unroll
+        for (int i = 0; i < A; i++)
+            xv[i] = *(const float4 *)(x + 4 * i * ld + k);
+#pragma unroll
+        for (int j = 0; j < B; j++)
+            yv[j] = *(const float4 *)(y + 8 * j * ld + k);
+#pragma unroll
+        for (int i = 0; i < A; i++)
+#pragma unroll
+            for (int j = 0; j < B; j++) {
+                dot[i][j] = fmaf(xv[i].x, yv[j].x, dot[i][j]);
+                dot[i][j] = fmaf(xv[i].y, yv[j].y, dot[i][j]);
+                dot[i][j] = fmaf(xv[i].z, yv[j].z, dot[i][j]);
+                dot[i][j] = fmaf(xv[i].w, yv[j].w, dot[i][j]);
+            }
+    }
+}
+
+/* ---- index scores ---------------------------------------------------- */
+
+enum {
+    SCORE_POOLS = 64, /* of a tile; a warp has half of them */
+    SCORE_HEADS = 32, /* likewise */
+    SCORE_WIDTH = 128,
+    SCORE_LD = SCORE_WIDTH + 4,
+    SCORE_THREADS = 128,
+};
+
+typedef struct {
+    float       *score;
+    const float *q, *w;
+    page_args    pool;
+    int64_t      ld_score, row0;
+    int          heads, pool_n;
+    float        scale, w_scale;
+} score_args;
+
+typedef struct {
+    float q[SCORE_HEADS][SCORE_LD], key[SCORE_POOLS][SCORE_LD];
+    float w[SCORE_HEADS], half[SCORE_POOLS];
+} score_room;
+
+/* n rows of m floats into rows SCORE_LD apart, rows up to n_all and columns up to
+ * SCORE_WIDTH filled with 0. from(row) is where a row begins. */
+template <class T, class F>
+HX_DEVICE void score_fill(float (*to)[SCORE_LD], int n_all, int n, int m, const T *p, F from)
+{
+    const bool fours = m % 4 == 0 && ((uintptr_t)p & (4 * sizeof(T) - 1)) == 0;
+
+    for (int i = threadIdx.x; i < n_all * (SCORE_WIDTH / 4); i += SCORE_THREADS) {
+        const int r = i / (SCORE_WIDTH / 4), c = i % (SCORE_WIDTH / 4) * 4;
+        float v[4] = { 0, 0, 0, 0 };
+
+        if (r < n && c < m) {
+            const T *at = p + from(r) + c;
+            T raw[4];
+
+            if (fours && ((uintptr_t)at & (4 * sizeof(T) - 1)) == 0)
+                memcpy(raw, __builtin_assume_aligned(at, 4 * sizeof(T)), sizeof(raw));
+            else
+                for (int e = 0; e < 4; e++)
+                    raw[e] = at[c + e < m ? e : 0];
+            for (int e = 0; e < 4; e++)
+                v[e] = c + e < m ? wide(raw[e]) : 0.0f;
+        }
+        *(float4 *)&to[r][c] = make_float4(v[0], v[1], v[2], v[3]);
+    }
+}
+
+/* Queries and weights of heads from h0 on, channels from c0 on. */
+HX_DEVICE void score_queries(const score_args &a, int64_t row, int h0, int c0, score_room *room)
+{
+    const int n = min(SCORE_HEADS, a.heads - h0), width = a.pool.width;
+    const float *q = a.q + (row * a.heads + h0) * width + c0;
+
+    score_fill(room->q, SCORE_HEADS, n, min(SCORE_WIDTH, width - c0), q,
+               [=](int r) { return (int64_t)r * width; });
+    if (threadIdx.x < SCORE_HEADS)
+        room->w[threadIdx.x] =
+            (int)threadIdx.x < n ? a.w[row * a.heads + h0 + threadIdx.x] * a.w_scale : 0.0f;
+}
+
+/* Keys of n pools from p0 on, channels from c0 on. */
+template <class T>
+HX_DEVICE void score_keys(const score_args &a, int slot, int p0, int n, int c0, score_room *room)
+{
+    const int per = HX_PAGE / a.pool_n;
+
+    score_fill(room->key, SCORE_POOLS, n, min(SCORE_WIDTH, a.pool.width - c0),
+               (const T *)a.pool.data + c0,
+               [=](int r) { return page_item(a.pool, slot, p0 + r, per); });
+}
+
+/* The heads in shared memory: adds w relu(dot) to the lane's pools, and across the lanes of
+ * a pool. A warp has 16 heads and 32 pools, a lane 4 and 4. */
+HX_DEVICE void score_heads(const score_args &a, const float (&dot)[4][4], const score_room *room,
+                           float (&sum)[4])
+{
+    const int lane = threadIdx.x & 31, h0 = (threadIdx.x >> 6) * 16 + (lane >> 3);
+
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        float part = 0;
+
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            part = fmaf(room->w[h0 + 4 * i], fmaxf(0.0f, dot[i][j] * a.scale), part);
+        part += __shfl_xor_sync(~0u, part, 8);
+        part += __shfl_xor_sync(~0u, part, 16);
+        sum[j] += part;
+    }
+}
+
+/* One block: tiles of 64 pools of one row, as many as the grid leaves it; heads 32 and
+ * channels 128 at a time. Grid (blocks, rows). Shared memory holds the queries and the keys
+ * as f32. Reads each key once a row: 4096 FMAs for 256 bytes, so arithmetic bounds it and
+ * rows need not share keys. */
+template <class T>
+__global__ void __launch_bounds__(SCORE_THREADS)
+    score_pools(const score_args a, const __grid_constant__ hx_cuda_spans spans)
+{
+    extern __shared__ __align__(16) char shared[];
+    score_room *room = (score_room *)shared;
+    const int64_t row = a.row0 + blockIdx.y;
+    const hx_span s = hx_span_of_row(spans, row);
+    const int seen = s.n_row == 0 ? 0 : (int)((s.pos0 + (row - s.row0) + 1) / a.pool_n);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, width = a.pool.width;
+    const float *q = room->q[(warp >> 1) * 16 + (lane >> 3)];
+    const float *key = room->key[(warp & 1) * 32 + (lane & 7)];
+    const bool whole = a.heads <= SCORE_HEADS && width <= SCORE_WIDTH;
+
+    if (whole && (int)blockIdx.x * SCORE_POOLS < seen)
+        score_queries(a, row, 0, 0, room);
+    for (int p0 = blockIdx.x * SCORE_POOLS; p0 < seen; p0 += gridDim.x * SCORE_POOLS) {
+        const int n = min(SCORE_POOLS, seen - p0);
+        float sum[4] = { 0, 0, 0, 0 };
+
+        for (int h0 = 0; h0 < a.heads; h0 += SCORE_HEADS) {
+            float dot[4][4] = {};
+
+            for (int c0 = 0; c0 < width; c0 += SCORE_WIDTH) {
+                if (!whole)
+                    score_queries(a, row, h0, c0, room);
+                score_keys<T>(a, s.slot, p0, n, c0, room);
+                __syncthreads();
+                warp_dots<4, 4>(dot, q, key, SCORE_LD, min(SCORE_WIDTH, (width - c0 + 3) & ~3));
+                if (c0 + SCORE_WIDTH >= width)
+                    score_heads(a, dot, room, sum);
+                __syncthreads();
+            }
+        }
+        const int at = (warp & 1) * 32 + lane;
+        if (warp >= 2 && lane < 8)
+            for (int j = 0; j < 4; j++)
+                room->half[at + 8 * j] = sum[j];
+        __syncthreads();
+        if (warp < 2 && lane < 8)
+            for (int j = 0; j < 4; j++)
+                if (at + 8 * j < n)
+                    a.score[row * a.ld_score + p0 + at + 8 * j] =
+                        sum[j] + room->half[at + 8 * j];
+        __syncthreads();
+    }
+}
+
+/* Positions that a row may have: what the spans say, or, where they lie on the device, what
+ * a slot has pages for. */
+static int64_t most_positions(const hx_rows *r, int64_t max_page)
+{
+    int64_t most = 0;
+
+    if (r->dev.p != NULL)
+        return max_page * HX_PAGE;
+    for (int32_t i = 0; i < r->n_span; i++)
+        most = HX_MAX(most, (int64_t)r->span[i].pos0 + r->span[i].n_row);
+    return HX_MIN(most, max_page * HX_PAGE);
+}
+
+extern "C" int hx_cuda_index_score(hx_dev *d, const hx_index_score_args *a, hx_err *err)
+{
+    score_args k = { (float *)a->score.p, (const float *)a->q.p, (const float *)a->w.p, {},
+                     a->ld_score, 0, (int)a->heads, (int)a->pool_n, a->scale, a->w_scale };
+    const int64_t pools =
+        HX_MIN(most_positions(&a->rows, a->pool.max_page) / a->pool_n, a->ld_score);
+    hx_cuda *c = hx_cuda_of(d);
+    hx_cuda_spans spans;
+    int rc;
+
+    if ((rc = hx_cuda_spans_of(&spans, &a->rows, "index_score", err)) != 0 ||
+        (rc = pages_of(&k.pool, &a->pool, "index_score", err)) != 0)
+        return rc;
+    if (a->heads > INT16_MAX)
+        return hx_fail(err, HX_EUNSUP, "index_score: %lld heads, cuda takes up to %d",
+                       (long long)a->heads, INT16_MAX);
+    for (; k.row0 < a->rows.n_row; k.row0 += GRID_Y) {
+        const int64_t rows = HX_MIN(a->rows.n_row - k.row0, GRID_Y);
+        const dim3 grid((unsigned)HX_MIN(hx_ceil_div(pools, SCORE_POOLS),
+                                         hx_ceil_div(8 * c->n_sm, rows)),
+                        (unsigned)rows);
+
+        if (k.pool.f32 != 0)
+            HX_LAUNCH(c, "index_score", err, score_pools<float>, grid, SCORE_THREADS,
+                      sizeof(score_room), k, spans);
+        else
+            HX_LAUNCH(c, "index_score", err, score_pools<uint16_t>, grid, SCORE_THREADS,
+                      sizeof(score_room), k, spans);
+    }
+    return 0;
+}
+
+/* ---- the best scores ------------------------------------------------- */
+
+enum {
+    TOPK_THREADS = 1024,
+    TOPK_BINS = 2048, /* of 11 bits, 11 bits and 10 bits of a key */
+    TOPK_EACH = 4,    /* neighbours of a thread when picks are written */
+};
+
+typedef struct {
+    int32_t     *pick, *n_pick;
+    const float *score;
+    int64_t      ld_score, k;
+    int          pool_n;
+} topk_args;
+
+typedef struct {
+    uint32_t count[TOPK_BINS];
+    uint32_t warp[33];
+    uint32_t bin, above; /* where the k-th score lies, and scores in higher bins */
+} topk_room;
+
+/* Scores as integers of the same order; both zeros are one value. */
+HX_DEVICE uint32_t score_key(float x)
+{
+    const uint32_t u = hx_bits_of(x == 0.0f ? 0.0f : x);
+
+    return (u & 0x80000000u) != 0 ? ~u : u | 0x80000000u;
+}
+
+/* Sum of v over the threads before this one; *total over all. */
+HX_DEVICE uint32_t sum_before(uint32_t v, uint32_t *warp_sum, uint32_t *total)
+{
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    uint32_t inside = v, w;
+
+    for (int d = 1; d < 32; d *= 2) {
+        const uint32_t o = __shfl_up_sync(~0u, inside, d);
+
+        inside += lane >= d ? o : 0;
+    }
+    if (lane == 31)
+        warp_sum[warp] = inside;
+    __syncthreads();
+    w = warp_sum[lane];
+    for (int d = 1; d < 32; d *= 2) {
+        const uint32_t o = __shfl_up_sync(~0u, w, d);
+
+        w += lane >= d ? o : 0;
+    }
+    *total = __shfl_sync(~0u, w, 31);
+    w = __shfl_sync(~0u, w, (warp + 31) & 31); /* of the warps up to the one before */
+    __syncthreads();
+    return inside - v + (warp > 0 ? w : 0);
+}
+
+/* Counts the keys that agree with `prefix` above the digit at `shift`, by that digit. Warps
+ * whose keys all fall into one bin add once: ties are common. */
+HX_DEVICE void topk_count(const float *score, int n, uint32_t prefix, uint32_t mask, int shift,
+                          topk_room *room)
+{
+    for (int i = threadIdx.x; i < TOPK_BINS; i += TOPK_THREADS)
+        room->count[i] = 0;
+    __syncthreads();
+    for (int i0 = 0; i0 < n; i0 += TOPK_THREADS) {
+        const int i = i0 + threadIdx.x;
+        const uint32_t key = i < n ? score_key(score[i]) : 0;
+        const bool in = i < n && ((key ^ prefix) & mask) == 0;
+        const uint32_t bin = in ? key >> shift & (TOPK_BINS - 1) : TOPK_BINS;
+        int same;
+
+        __match_all_sync(~0u, bin, &same);
+        if (same != 0 && in) {
+            if ((threadIdx.x & 31) == 0)
+                atomicAdd(&room->count[bin], 32);
+        } else if (in) {
+            atomicAdd(&room->count[bin], 1);
+        }
+    }
+    __syncthreads();
+}
+
+/* Finds the bin that holds the k-th best of what was counted. */
+HX_DEVICE void topk_find(uint32_t k, topk_room *room)
+{
+    const int b = TOPK_BINS - 2 - 2 * threadIdx.x; /* the thread's bins are b + 1, then b */
+    const uint32_t hi = room->count[b + 1], lo = room->count[b];
+    uint32_t total, above = sum_before(hi + lo, room->warp, &total);
+
+    if (above < k && k <= above + hi) {
+        room->bin = b + 1;
+        room->above = above;
+    } else if (above + hi < k && k <= above + hi + lo) {
+        room->bin = b;
+        room->above = above + hi;
+    }
+    __syncthreads();
+}
+
+/* Writes the indices of scores above the key and of the first `ties` equal to it. */
+HX_DEVICE void topk_write(const float *score, int n, uint32_t key, uint32_t ties, int32_t *pick,
+                          topk_room *room)
+{
+    uint32_t above = 0, equal = 0;
+
+    for (int i0 = 0; i0 < n; i0 += TOPK_THREADS * TOPK_EACH) {
+        const int i = i0 + TOPK_EACH * threadIdx.x;
+        uint32_t k[TOPK_EACH], mine = 0, total; /* above in the low half, equal in the high */
+
+        for (int e = 0; e < TOPK_EACH; e++) {
+            k[e] = i + e < n ? score_key(score[i + e]) : 0;
+            mine += i + e >= n ? 0 : (k[e] > key ? 1u : 0u) + (k[e] == key ? 0x10000u : 0u);
+        }
+        const uint32_t before = sum_before(mine, room->warp, &total);
+        uint32_t a = above + (before & 0xFFFF), q = equal + (before >> 16);
+        for (int e = 0; e < TOPK_EACH && i + e < n; e++) {
+            if (k[e] > key || (k[e] == key && q < ties))
+                pick[a + min(q, ties)] = i + e;
+            a += k[e] > key;
+            q += k[e] == key;
+        }
+        above += total & 0xFFFF;
+        equal += total >> 16;
+    }
+}
+
+/* One block: one row. Grid rows. Radix selection in three digits finds the key of the k-th
+ * best score, a scan in index order writes the picks. Reads the scores four times, from the
+ * cache but for the first. */
+__global__ void __launch_bounds__(TOPK_THREADS)
+    topk_rows(const topk_args a, const __grid_constant__ hx_cuda_spans spans)
+{
+    __shared__ topk_room room;
+    const int64_t row = blockIdx.x;
+    const hx_span s = hx_span_of_row(spans, row);
+    const float *score = a.score + row * a.ld_score;
+    int32_t *pick = a.pick + row * a.k;
+
+    if (s.n_row == 0)
+        return;
+    const int n = (int)((s.pos0 + (row - s.row0) + 1) / a.pool_n);
+    if (threadIdx.x == 0)
+        a.n_pick[row] = (int32_t)min(a.k, (int64_t)n);
+    if (n <= a.k) {
+        for (int i = threadIdx.x; i < n; i += TOPK_THREADS)
+            pick[i] = i;
+        return;
+    }
+    uint32_t k = (uint32_t)a.k, key = 0, mask = 0;
+    for (int shift = 21; shift >= -1; shift -= 11) {
+        const int at = max(shift, 0); /* the last digit has 10 bits */
+
+        topk_count(score, n, key, mask, at, &room);
+        topk_find(k, &room);
+        key = (key & mask) | room.bin << at;
+        mask = ~0u << at;
+        k -= room.above;
+        __syncthreads();
+    }
+    topk_write(score, n, key, k, pick, &room);
+}
+
+extern "C" int hx_cuda_topk(hx_dev *d, const hx_topk_args *a, hx_err *err)
+{
+    const topk_args k = { (int32_t *)a->pick.p, (int32_t *)a->n_pick.p,
+                          (const float *)a->score.p, a->ld_score, a->k, (int)a->pool_n };
+    hx_cuda *c = hx_cuda_of(d);
+    hx_cuda_spans spans;
+    const int rc = hx_cuda_spans_of(&spans, &a->rows, "topk", err);
+
+    if (rc != 0)
+        return rc;
+    HX_LAUNCH(c, "topk", err, topk_rows, dim3((unsigned)a->rows.n_row), TOPK_THREADS, 0, k,
+              spans);
+    return 0;
+}
+
+/* ---- attention over latents ------------------------------------------ */
+
+/* A row's positions are cut into at most SPLITS parts of at least SPLIT positions, by its
+ * own length alone. A block has one part and 16 heads; it reads a latent once for all of
+ * them, which is 16 thousand FMAs for 1,024 bytes: arithmetic bounds it, and prefill rows
+ * gain nothing from sharing latents among rows as well. The parts join in a second kernel. */
+enum {
+    SPLIT = 64,
+    SPLITS = 64,
+    TILE = 16, /* latents in shared memory */
+    HEADS = 16,
+    ATTEND_WARPS = 8,
+    ATTEND_THREADS = 32 * ATTEND_WARPS,
+    MAX_LATENT = 512,
+    LATENT_LD = MAX_LATENT + 4,
+    ATTEND_ROWS = 8, /* rows that fit into the scratch at once, at least */
+};
+
+typedef struct {
+    float         *z, *part, *norm; /* part [rows, splits, heads, width]; norm [.., 2] */
+    const float   *q;
+    const int32_t *pick, *n_pick;
+    page_args      cache;
+    int64_t        k_pick, row0, splits;
+    int            heads, pool_n;
+    float          scale;
+} attend_args;
+
+typedef struct {
+    float q[HEADS][LATENT_LD], c[TILE][LATENT_LD];
+    float dot[ATTEND_WARPS][HEADS][TILE];
+    float p[TILE][HEADS], keep[HEADS];
+} attend_room;
+
+/* The positions that a row attends, in ascending order: pool_n of each pick, then the tail. */
+struct position_list {
+    const int32_t *pick; /* NULL: all */
+    int            slot, pool_n, n_picked, seen, tail0, n, split;
+};
+
+HX_DEVICE position_list positions_of(const attend_args &a, const hx_cuda_spans &spans, int64_t row)
+{
+    const hx_span s = hx_span_of_row(spans, row);
+    const int len = s.n_row == 0 ? 0 : s.pos0 + (int)(row - s.row0) + 1;
+    position_list l = { NULL, s.slot, 1, 0, 0, 0, len, SPLIT };
+
+    if (a.pick != NULL) {
+        l.pool_n = a.pool_n;
+        l.seen = len / a.pool_n;
+        l.pick = a.pick + row * a.k_pick;
+        /* what lies on the device is checked here, not in ops.c */
+        if (len > 0)
+            l.n_picked = max(0, min(a.n_pick[row], (int)min(a.k_pick, (int64_t)l.seen)));
+        l.n_picked *= a.pool_n;
+        l.tail0 = l.seen * a.pool_n;
+        l.n = l.n_picked + len - l.tail0;
+    }
+    while ((int64_t)l.split * SPLITS < l.n)
+        l.split *= 2;
+    return l;
+}
+
+HX_DEVICE int position_at(const position_list &l, int i)
+{
+    if (l.pick == NULL)
+        return i;
+    if (i < l.n_picked)
+        return max(0, min(l.pick[i / l.pool_n], l.seen - 1)) * l.pool_n + i % l.pool_n;
+    return l.tail0 + (i - l.n_picked);
+}
+
+/* A tile of latents on its way: 16 bytes at a time when they lie so (VEC). */
+template <class T, bool VEC> struct tile_raw {
+    static constexpr int PER = 16 / sizeof(T), N = TILE * MAX_LATENT / PER / ATTEND_THREADS;
+    uint4 v[VEC ? N : 1];
+};
+
+/* Begins to read positions i0 .. i1 - 1 of the list, TILE at most. */
+template <class T, bool VEC>
+HX_DEVICE void tile_load(const attend_args &a, const position_list &l, int i0, int i1,
+                         tile_raw<T, VEC> &raw)
+{
+    typedef tile_raw<T, VEC> R;
+    const int chunks = a.cache.width / R::PER;
+
+    if (VEC)
+#pragma unroll
+        for (int j = 0; j < R::N; j++) {
+            const int at = threadIdx.x + ATTEND_THREADS * j, i = i0 + at / chunks;
+
+            raw.v[j] = make_uint4(0, 0, 0, 0);
+            if (at / chunks < TILE && i < i1) {
+                const int64_t from = page_item(a.cache, l.slot, position_at(l, i), HX_PAGE);
+
+                raw.v[j] = *((const uint4 *)((const T *)a.cache.data + from) + at % chunks);
+            }
+        }
+}
+
+HX_DEVICE void widen16(float *to, uint4 v, float)
+{
+    *(uint4 *)to = v;
+}
+
+HX_DEVICE void widen16(float *to, uint4 v, uint16_t)
+{
+    const uint32_t w[4] = { v.x, v.y, v.z, v.w };
+    float f[8];
+
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        f[2 * i] = hx_float_of(w[i] << 16);
+        f[2 * i + 1] = hx_float_of(w[i] & 0xFFFF0000u);
+    }
+    *(float4 *)to = make_float4(f[0], f[1], f[2], f[3]);
+    *(float4 *)(to + 4) = make_float4(f[4], f[5], f[6], f[7]);
+}
+
+/* Puts the tile into shared memory as f32, 0 past its end and past the width. */
+template <class T, bool VEC>
+HX_DEVICE void tile_store(const attend_args &a, const position_list &l, int i0, int i1, int pad,
+                          const tile_raw<T, VEC> &raw, attend_room *room)
+{
+    typedef tile_raw<T, VEC> R;
+
+    if (VEC) {
+        const int chunks = a.cache.width / R::PER;
+
+#pragma unroll
+        for (int j = 0; j < R::N; j++) {
+            const int at = threadIdx.x + ATTEND_THREADS * j;
+
+            if (at / chunks < TILE)
+                widen16(&room->c[at / chunks][at % chunks * R::PER], raw.v[j], T());
+        }
+    } else {
+        for (int r = threadIdx.x / 32; r < TILE; r += ATTEND_WARPS) {
+            const bool in = i0 + r < i1;
+            const int64_t from =
+                in ? page_item(a.cache, l.slot, position_at(l, i0 + r), HX_PAGE) : 0;
+
+            for (int d = threadIdx.x & 31; d < pad; d += 32)
+                room->c[r][d] =
+                    in && d < a.cache.width ? wide(((const T *)a.cache.data)[from + d]) : 0.0f;
+        }
+    }
+}
+
+/* Scores of a tile: a warp has 16 heads, 16 latents and an eighth of the channels. */
+HX_DEVICE void attend_dots(int pad, attend_room *room)
+{
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, part = pad / ATTEND_WARPS;
+    float dot[4][2] = {};
+
+    warp_dots<4, 2>(dot, &room->q[lane >> 3][warp * part], &room->c[lane & 7][warp * part],
+                    LATENT_LD, part);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+            room->dot[warp][(lane >> 3) + 4 * i][(lane & 7) + 8 * j] = dot[i][j];
+}
+
+/* A thread has one head and one latent; 16 lanes share a head and its running softmax. */
+HX_DEVICE void attend_soften(float scale, int n, float &top, float &mass, attend_room *room)
+{
+    const int h = threadIdx.x >> 4, i = threadIdx.x & 15;
+    float s = 0, best, sum;
+
+#pragma unroll
+    for (int w = 0; w < ATTEND_WARPS; w++)
+        s += room->dot[w][h][i];
+    s = i < n ? s * scale : -INFINITY;
+    best = s;
+    for (int d = 8; d > 0; d /= 2)
+        best = fmaxf(best, __shfl_xor_sync(~0u, best, d));
+    best = fmaxf(best, top);
+    const float p = i < n ? expf(s - best) : 0.0f, keep = expf(top - best);
+    sum = p;
+    for (int d = 8; d > 0; d /= 2)
+        sum += __shfl_xor_sync(~0u, sum, d);
+    mass = fmaf(mass, keep, sum);
+    top = best;
+    room->p[i][h] = p;
+    if (i == 0)
+        room->keep[h] = keep;
+}
+
+/* z = keep z + p c: a thread has 8 heads and 4 channels. */
+HX_DEVICE void attend_blend(float (&z)[8][4], int pad, const attend_room *room)
+{
+    const int h0 = (threadIdx.x >> 7) * 8, d = (threadIdx.x & 127) * 4;
+
+    if (d >= pad)
+        return;
+#pragma unroll
+    for (int h = 0; h < 8; h++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            z[h][e] *= room->keep[h0 + h];
+#pragma unroll 4
+    for (int i = 0; i < TILE; i++) {
+        const float4 c = *(const float4 *)&room->c[i][d];
+        const float4 a = *(const float4 *)&room->p[i][h0], b = *(const float4 *)&room->p[i][h0 + 4];
+        const float p[8] = { a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w };
+
+#pragma unroll
+        for (int h = 0; h < 8; h++) {
+            z[h][0] = fmaf(p[h], c.x, z[h][0]);
+            z[h][1] = fmaf(p[h], c.y, z[h][1]);
+            z[h][2] = fmaf(p[h], c.z, z[h][2]);
+            z[h][3] = fmaf(p[h], c.w, z[h][3]);
+        }
+    }
+}
+
+/* One block: one part of one row's positions, 16 heads. Grid (splits * heads / 16, rows).
+ * Shared memory: the queries, a tile of 16 latents, both f32, and their scores, 74 KiB. Moves
+ * the latents once for 16 heads, and writes a partial result of each. */
+template <class T, bool VEC>
+__global__ void __launch_bounds__(ATTEND_THREADS, 2)
+    attend_parts(const attend_args a, const __grid_constant__ hx_cuda_spans spans)
+{
+    extern __shared__ __align__(16) char shared[];
+    attend_room *room = (attend_room *)shared;
+    const int groups = (a.heads + HEADS - 1) / HEADS, width = a.cache.width;
+    const int part = (int)blockIdx.x / groups, head0 = (int)blockIdx.x % groups * HEADS;
+    const int n_head = min(HEADS, a.heads - head0), pad = (width + 31) & ~31;
+    const int64_t row = a.row0 + blockIdx.y;
+    const position_list l = positions_of(a, spans, row);
+    const int begin = part * l.split, end = min(l.n, begin + l.split);
+    float z[8][4] = {}, top = -INFINITY, mass = 0;
+    tile_raw<T, VEC> raw;
+
+    if (begin >= l.n)
+        return;
+    tile_load<T, VEC>(a, l, begin, end, raw);
+    for (int h = threadIdx.x / 32; h < HEADS; h += ATTEND_WARPS)
+        for (int d = threadIdx.x & 31; d < pad; d += 32)
+            room->q[h][d] = h < n_head && d < width
+                                ? a.q[(row * a.heads + head0 + h) * width + d]
+                                : 0.0f;
+    if (VEC && pad > width)
+        for (int i = threadIdx.x; i < TILE * (pad - width); i += ATTEND_THREADS)
+            room->c[i / (pad - width)][width + i % (pad - width)] = 0;
+    for (int i0 = begin; i0 < end; i0 += TILE) {
+        tile_store<T, VEC>(a, l, i0, end, pad, raw, room);
+        __syncthreads();
+        tile_load<T, VEC>(a, l, i0 + TILE, end, raw);
+        attend_dots(pad, room);
+        __syncthreads();
+        attend_soften(a.scale, end - i0, top, mass, room);
+        __syncthreads();
+        attend_blend(z, pad, room);
+        __syncthreads();
+    }
+    const int64_t at = ((int64_t)blockIdx.y * a.splits + part) * a.heads + head0;
+    const int h0 = (threadIdx.x >> 7) * 8, d = (threadIdx.x & 127) * 4;
+#pragma unroll
+    for (int h = 0; h < 8; h++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            if (h0 + h < n_head && d + e < width)
+                a.part[(at + h0 + h) * width + d + e] = z[h][e];
+    if ((threadIdx.x & 15) == 0 && (int)(threadIdx.x >> 4) < n_head) {
+        a.norm[2 * (at + (threadIdx.x >> 4))] = top;
+        a.norm[2 * (at + (threadIdx.x >> 4)) + 1] = mass;
+    }
+}
+
+/* One block: one head of one row. Grid (heads, rows). Joins the parts in ascending order;
+ * moves them and z. */
+__global__ void __launch_bounds__(ROW_THREADS)
+    attend_join(const attend_args a, const __grid_constant__ hx_cuda_spans spans)
+{
+    __shared__ float weight[SPLITS];
+    const int64_t row = a.row0 + blockIdx.y;
+    const position_list l = positions_of(a, spans, row);
+    const int n = (l.n + l.split - 1) / l.split, width = a.cache.width;
+    const int64_t first = (int64_t)blockIdx.y * a.splits * a.heads + blockIdx.x;
+    float top = -INFINITY, mass = 0;
+
+    if (n == 0)
+        return;
+    for (int i = 0; i < n; i++)
+        top = fmaxf(top, a.norm[2 * (first + (int64_t)i * a.heads)]);
+    if ((int)threadIdx.x < n)
+        weight[threadIdx.x] =
+            expf(a.norm[2 * (first + (int64_t)threadIdx.x * a.heads)] - top);
+    __syncthreads();
+    for (int i = 0; i < n; i++)
+        mass = fmaf(a.norm[2 * (first + (int64_t)i * a.heads) + 1], weight[i], mass);
+    for (int d = threadIdx.x; d < width; d += ROW_THREADS) {
+        float z = 0;
+
+#pragma unroll 4
+        for (int i = 0; i < n; i++)
+            z = fmaf(a.part[(first + (int64_t)i * a.heads) * width + d], weight[i], z);
+        a.z[(row * a.heads + blockIdx.x) * width + d] = z / mass;
+    }
+}
+
+/* Parts of the longest row of a call. */
+static int64_t most_splits(const hx_mla_attend_args *a)
+{
+    int64_t n = most_positions(&a->rows, a->cache.max_page);
+
+    if (a->pick.p != NULL)
+        n = HX_MIN(n, (a->k_pick + 1) * a->pool_n - 1);
+    return HX_MAX(HX_MIN(hx_ceil_div(n, SPLIT), SPLITS), 1);
+}
+
+static size_t attend_bytes(int64_t splits, int64_t heads, int64_t width)
+{
+    return (size_t)(splits * heads * (width + 2)) * sizeof(float);
+}
+
+size_t hx_cuda_attn_scratch_bytes(const hx_dev_limits *l, int n_sm)
+{
+    (void)n_sm;
+    return (size_t)HX_MIN(l->max_rows, ATTEND_ROWS) *
+           attend_bytes(HX_MIN(SPLITS, hx_ceil_div(l->max_ctx, SPLIT) + 1), l->max_heads,
+                        MAX_LATENT);
+}
+
+template <class T, bool VEC>
+static int attend_launch(hx_cuda *c, const attend_args *k, const hx_cuda_spans *spans,
+                         int64_t rows, hx_err *err)
+{
+    const int64_t groups = hx_ceil_div(k->heads, HEADS);
+
+    HX_LAUNCH(c, "mla_attend", err, (attend_parts<T, VEC>),
+              dim3((unsigned)(k->splits * groups), (unsigned)rows), ATTEND_THREADS,
+              sizeof(attend_room), *k, *spans);
+    HX_LAUNCH(c, "mla_attend", err, attend_join, dim3((unsigned)k->heads, (unsigned)rows),
+              ROW_THREADS, 0, *k, *spans);
+    return 0;
+}
+
+static int attend_rows(hx_cuda *c, const attend_args *k, const hx_cuda_spans *spans, int64_t rows,
+                       hx_err *err)
+{
+    const int per = k->cache.f32 != 0 ? 4 : 8;
+    const bool vec =
+        k->cache.width % per == 0 && ((uintptr_t)k->cache.data & 15) == 0;
+
+    if (k->cache.f32 != 0)
+        return vec ? attend_launch<float, true>(c, k, spans, rows, err)
+                   : attend_launch<float, false>(c, k, spans, rows, err);
+    return vec ? attend_launch<uint16_t, true>(c, k, spans, rows, err)
+               : attend_launch<uint16_t, false>(c, k, spans, rows, err);
+}
+
+extern "C" int hx_cuda_mla_attend(hx_dev *d, const hx_mla_attend_args *a, hx_err *err)
+{
+    hx_cuda *c = hx_cuda_of(d);
+    attend_args k = { (float *)a->z.p,
+                      (float *)c->scratch,
+                      NULL,
+                      (const float *)a->q.p,
+                      (const int32_t *)a->pick.p,
+                      (const int32_t *)a->n_pick.p,
+                      {},
+                      a->k_pick,
+                      0,
+                      most_splits(a),
+                      (int)a->heads,
+                      (int)a->pool_n,
+                      a->scale };
+    const size_t each = attend_bytes(k.splits, a->heads, a->cache.width);
+    const int64_t fit = HX_MIN((int64_t)(c->scratch_bytes / each), GRID_Y);
+    hx_cuda_spans spans;
+    int rc;
+
+    if (a->cache.width > MAX_LATENT || a->heads > INT16_MAX)
+        return hx_fail(err, HX_EUNSUP,
+                       "mla_attend: %lld heads of width %lld, cuda takes up to %d of up to %d",
+                       (long long)a->heads, (long long)a->cache.width, INT16_MAX, MAX_LATENT);
+    if (fit < 1)
+        return hx_fail(err, HX_EARG,
+                       "mla_attend: needs %zu bytes of scratch a row, the device was opened "
+                       "with %zu; open it with larger limits",
+                       each, c->scratch_bytes);
+    if ((rc = hx_cuda_spans_of(&spans, &a->rows, "mla_attend", err)) != 0 ||
+        (rc = pages_of(&k.cache, &a->cache, "mla_attend", err)) != 0)
+        return rc;
+    for (; k.row0 < a->rows.n_row; k.row0 += fit) {
+        const int64_t rows = HX_MIN(a->rows.n_row - k.row0, fit);
+
+        k.norm = k.part + rows * k.splits * a->heads * a->cache.width;
+        if ((rc = attend_rows(c, &k, &spans, rows, err)) != 0)
+            return rc;
+    }
+    return 0;
+}
