@@ -35,8 +35,8 @@ struct hx_stream {
     hx_request req;
     hx_str stop[16];
     char stop_text[16][64];
-    int64_t n_prompt;
-    int32_t *token, *end, *ev_end;
+    int64_t n_prompt, cap;
+    int32_t *token, *end, *ev_end; /* [cap] */
     float *logprob;
     hx_choice *top;
     char *text;
@@ -226,7 +226,7 @@ static void fake_add(hx_stream *s, hx_sb *text, hx_str piece)
                  s->req.n_bias, s->req.n_stop_ids);
         piece = hx_str_c(buf);
     }
-    if (s->n_token == FAKE_TOKENS || piece.n == 0)
+    if (s->n_token == s->cap || piece.n == 0)
         return;
     hx_sb_add(text, piece.p, piece.n);
     s->token[s->n_token] = fake_intern(s->e, piece);
@@ -277,7 +277,12 @@ static void fake_script(hx_stream *s, hx_str prompt, int64_t room)
     s->prefill_us = fake_option(options, "prefill=", 0) * 1000;
     s->error_after = (int32_t)fake_option(options, "error=", -1);
     s->stop_why = HX_STOP_EOS;
-    for (int64_t i = fake_option(options, "repeat=", 1); i > 0; i--)
+    const int64_t repeat = fake_option(options, "repeat=", 1);
+    s->cap = HX_MIN(FAKE_TOKENS, repeat * ((int64_t)script.n + 1));
+    s->token = hx_new(int32_t, s->cap);
+    s->end = hx_new(int32_t, s->cap);
+    s->ev_end = hx_new(int32_t, s->cap);
+    for (int64_t i = 0; i < repeat; i++)
         for (hx_str rest = script; rest.n > 0;) {
             const char *bar = memchr(rest.p, '|', rest.n);
             const size_t n = bar != NULL ? (size_t)(bar - rest.p) : rest.n;
@@ -425,9 +430,6 @@ int hx_submit(hx_engine *e, const hx_request *r, hx_stream **out, hx_err *err)
         const hx_str b = hx_token_bytes(e, r->tokens[i], NULL);
         hx_sb_add(&prompt, b.p, b.n);
     }
-    s->token = hx_new(int32_t, FAKE_TOKENS);
-    s->end = hx_new(int32_t, FAKE_TOKENS);
-    s->ev_end = hx_new(int32_t, FAKE_TOKENS);
     fake_script(s, (hx_str) { prompt.p, prompt.n }, e->info.ctx_tokens - r->n_tokens);
     hx_sb_free(&prompt);
     if (r->want_logprobs) {

@@ -166,6 +166,7 @@ static int open_device(hx_engine *e, const hx_options *opt, hx_err *err)
                              .n_threads = opt->n_threads,
                              .limits = hx_model_limits(d, rows, e->info.ctx_tokens) };
     if ((rc = hx_dev_open(&e->dev, &dev, err)) != 0 ||
+        (rc = hx_model_place(e->model, e->dev, err)) != 0 ||
         (rc = hx_cache_open(&e->cache, d, e->dev, e->info.max_streams, e->info.ctx_tokens, n_page, fmt,
                             err)) != 0 ||
         (rc = hx_graph_open(&e->decode, e->model, e->dev, e->cache, n, n, e->info.ctx_tokens, err)) != 0 ||
@@ -284,8 +285,8 @@ void hx_close(hx_engine *e)
         hx_dev_free(e->dev, &e->out_top);
         hx_dev_free(e->dev, &e->out_scratch);
     }
-    hx_dev_close(e->dev);
     hx_model_close(e->model);
+    hx_dev_close(e->dev);
     hx_jinja_close(e->chat);
     hx_tok_close(e->tok);
     hx_free(e->wait);

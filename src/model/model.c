@@ -17,41 +17,146 @@ bool hx_model_is_synthetic(const char *dir)
     return strncmp(dir, "synthetic:", 10) == 0;
 }
 
-static void add_mat(hx_model *m, const hx_mat *w)
+/* ---- every weight --------------------------------------------------------- */
+
+/* Called for each matrix and each vector of a model. Either may be NULL. */
+typedef struct {
+    int (*mat)(void *ud, hx_mat *w, hx_err *err);
+    int (*vec)(void *ud, hx_buf *v, hx_err *err);
+    void *ud;
+} visitor;
+
+static int visit_mats(const visitor *v, hx_mat *const *all, size_t n, hx_err *err)
 {
-    if (w->w == NULL)
-        return;
-    m->n_param += (uint64_t)w->n * (uint64_t)w->k;
-    m->weight_bytes += hx_mat_bytes(w);
+    for (size_t i = 0; i < n; i++) {
+        const int rc = all[i]->w != NULL ? v->mat(v->ud, all[i], err) : 0;
+
+        if (rc != 0)
+            return rc;
+    }
+    return 0;
 }
 
-static void add_expert(hx_model *m, const hx_expert *e)
+static int visit_expert(const visitor *v, hx_expert *e, hx_err *err)
 {
-    add_mat(m, &e->gate);
-    add_mat(m, &e->up);
-    add_mat(m, &e->down);
+    hx_mat *const all[] = { &e->gate, &e->up, &e->down };
+
+    return visit_mats(v, all, HX_LEN(all), err);
+}
+
+static int visit_layer(const visitor *v, hx_layer *w, int64_t n_expert, hx_err *err)
+{
+    hx_mat *const mats[] = { &w->hc_attn.fn, &w->hc_ffn.fn, &w->kda.qkv[0], &w->kda.qkv[1],
+                             &w->kda.qkv[2], &w->kda.f_a, &w->kda.f_b, &w->kda.b, &w->kda.g_a,
+                             &w->kda.g_b, &w->kda.o, &w->mla.q_a, &w->mla.q_b, &w->mla.kv_a,
+                             &w->mla.kv_b, &w->mla.o, &w->mla.index_q, &w->mla.index_k,
+                             &w->mla.index_weight, &w->mla.index_gate, &w->router };
+    hx_buf *const vecs[] = { &w->hc_attn.base, &w->hc_attn.scale, &w->hc_ffn.base, &w->hc_ffn.scale,
+                             &w->norm_attn, &w->norm_ffn, &w->kda.conv, &w->kda.a_log,
+                             &w->kda.dt_bias, &w->kda.o_norm, &w->mla.q_norm, &w->mla.kv_norm,
+                             &w->mla.index_norm_w, &w->mla.index_norm_b, &w->mla.ape,
+                             &w->router_bias };
+    int rc = visit_mats(v, mats, HX_LEN(mats), err);
+
+    if (rc == 0)
+        rc = visit_expert(v, &w->dense, err);
+    for (int64_t e = 0; rc == 0 && w->expert != NULL && e < n_expert; e++)
+        rc = visit_expert(v, &w->expert[e], err);
+    for (size_t i = 0; rc == 0 && v->vec != NULL && i < HX_LEN(vecs); i++)
+        if (vecs[i]->p != NULL)
+            rc = v->vec(v->ud, vecs[i], err);
+    return rc;
+}
+
+static int visit(hx_model *m, const visitor *v, hx_err *err)
+{
+    hx_mat *const ends[] = { &m->embed, &m->head };
+    int rc = visit_mats(v, ends, HX_LEN(ends), err);
+
+    for (int64_t l = 0; rc == 0 && l < m->desc.n_layer; l++)
+        rc = visit_layer(v, &m->layer[l], m->desc.n_expert, err);
+    return rc != 0 || v->vec == NULL ? rc : v->vec(v->ud, &m->norm, err);
 }
 
 /* Parameters and bytes of all matrices (vectors are noise beside them). */
-static void add_up(hx_model *m)
+static int add_mat(void *ud, hx_mat *w, hx_err *err)
 {
-    add_mat(m, &m->embed);
-    add_mat(m, &m->head);
-    for (int64_t l = 0; l < m->desc.n_layer; l++) {
-        const hx_layer *w = &m->layer[l];
-        const hx_mat *all[] = { &w->hc_attn.fn, &w->hc_ffn.fn, &w->kda.qkv[0], &w->kda.qkv[1],
-                                &w->kda.qkv[2], &w->kda.f_a, &w->kda.f_b, &w->kda.b, &w->kda.g_a,
-                                &w->kda.g_b, &w->kda.o, &w->mla.q_a, &w->mla.q_b, &w->mla.kv_a,
-                                &w->mla.kv_b, &w->mla.o, &w->mla.index_q, &w->mla.index_k,
-                                &w->mla.index_weight, &w->mla.index_gate, &w->router };
+    hx_model *m = ud;
 
-        for (size_t i = 0; i < HX_LEN(all); i++)
-            add_mat(m, all[i]);
-        add_expert(m, &w->dense);
-        for (int64_t e = 0; w->expert != NULL && e < m->desc.n_expert; e++)
-            add_expert(m, &w->expert[e]);
-    }
+    (void)err;
+    m->n_param += (uint64_t)w->n * (uint64_t)w->k;
+    m->weight_bytes += hx_mat_bytes(w);
+    return 0;
 }
+
+/* ---- placing on a device ---------------------------------------------------- */
+
+#define PLACE_ALIGN 256
+
+/* Copies to placed, or only adds up when dev is NULL. */
+typedef struct { hx_dev *dev; hx_buf placed; size_t at; } placer;
+
+static int place(placer *p, const void **w, size_t bytes, hx_err *err)
+{
+    hx_buf to;
+    int rc;
+
+    if (*w == NULL || bytes == 0)
+        return 0;
+    if (p->dev != NULL) {
+        to = hx_buf_at(p->placed, p->at);
+        if ((rc = hx_dev_put(p->dev, to, *w, bytes, err)) != 0)
+            return rc;
+        *w = to.p;
+    }
+    p->at += (bytes + PLACE_ALIGN - 1) / PLACE_ALIGN * PLACE_ALIGN;
+    return 0;
+}
+
+static int place_mat(void *ud, hx_mat *w, hx_err *err)
+{
+    static const size_t elem[HX_N_FMT] = { [HX_FMT_F32] = 4, [HX_FMT_F16] = 2, [HX_FMT_BF16] = 2,
+                                           [HX_FMT_FP8] = 1 };
+    const bool exl3 = w->fmt == HX_FMT_EXL3, fp8 = w->fmt == HX_FMT_FP8;
+    const size_t grid = fp8 ? (size_t)((w->n + w->block_n - 1) / w->block_n) *
+                                  (size_t)((w->k + w->block_k - 1) / w->block_k) : 0;
+    const size_t bytes = exl3 ? (size_t)(w->n_pad * w->k_pad) / 16 * (size_t)w->k2
+                              : (size_t)(w->n * w->k) * elem[w->fmt];
+    int rc;
+
+    if ((rc = place(ud, &w->w, bytes, err)) != 0 ||
+        (rc = place(ud, &w->scale, grid * sizeof(float), err)) != 0 ||
+        (rc = place(ud, &w->suh, exl3 ? (size_t)w->k_pad * 2 : 0, err)) != 0 ||
+        (rc = place(ud, &w->svh, exl3 ? (size_t)w->n_pad * 2 : 0, err)) != 0)
+        return rc;
+    return place(ud, &w->bias, (size_t)w->n * 2, err);
+}
+
+static int place_vec(void *ud, hx_buf *v, hx_err *err)
+{
+    const void *p = v->p;
+    const int rc = place(ud, &p, v->n, err);
+
+    memcpy(&v->p, &p, sizeof p);
+    return rc;
+}
+
+int hx_model_place(hx_model *m, hx_dev *dev, hx_err *err)
+{
+    placer p = { 0 };
+    const visitor v = { place_mat, place_vec, &p };
+    int rc;
+
+    if (hx_dev_is_host(dev))
+        return 0;
+    if ((rc = visit(m, &v, err)) != 0 || (rc = hx_dev_alloc(dev, &m->placed, p.at, err)) != 0)
+        return rc;
+    m->dev = dev;
+    p = (placer){ .dev = dev, .placed = m->placed };
+    return visit(m, &v, err);
+}
+
+/* ---- opening ------------------------------------------------------------------ */
 
 static const hx_arch *find_arch(const hx_json *config, const char *file, hx_err *err)
 {
@@ -122,7 +227,7 @@ int hx_model_open(hx_model **out, const char *dir, hx_load_fn *on_load, void *ud
     }
     if (rc != 0)
         return rc;
-    add_up(m);
+    visit(m, &(visitor){ add_mat, NULL, m }, err);
     *out = m;
     return 0;
 }
@@ -131,6 +236,8 @@ void hx_model_close(hx_model *m)
 {
     if (m == NULL)
         return;
+    if (m->dev != NULL)
+        hx_dev_free(m->dev, &m->placed);
     hx_weights_close(m->weights);
     hx_unmap(m->synth, m->synth_bytes);
     hx_arena_reset(&m->arena);

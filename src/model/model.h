@@ -90,6 +90,8 @@ typedef struct hx_model {
     void       *synth;                 /* synthetic weights [synth_bytes] */
     size_t      synth_bytes;
     uint64_t    n_param, weight_bytes;
+    hx_dev     *dev;                   /* where placed lies; NULL: weights are read where they are */
+    hx_buf      placed;                /* all weights on the device */
 } hx_model;
 
 /* Opens a checkpoint folder, or "synthetic:NAME[,layers=N][,experts=N][,seed=S]".
@@ -97,6 +99,9 @@ typedef struct hx_model {
 int  hx_model_open(hx_model **out, const char *dir, hx_load_fn *on_load, void *ud, hx_err *err);
 void hx_model_close(hx_model *m);
 bool hx_model_is_synthetic(const char *dir);
+/* Copies all weights to a device with memory of its own and points the model there; nothing for
+ * others. The model must be closed before the device. Errors: HX_ENOMEM (both numbers). */
+int  hx_model_place(hx_model *m, hx_dev *dev, hx_err *err);
 
 /* Sizes that a device must reckon with for calls of up to max_rows rows. */
 hx_dev_limits hx_model_limits(const hx_desc *d, int64_t max_rows, int64_t max_ctx);

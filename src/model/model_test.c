@@ -6,6 +6,9 @@
 #define MAX_ROWS 64
 #define CTX 2560
 
+/* The fast device under test: model_test [DEVICE]. */
+static const char *fast = "cpu";
+
 /* A model with everything it needs to run, at most MAX_ROWS rows a call. */
 typedef struct {
     hx_model *m;
@@ -21,9 +24,9 @@ static void rig_open(rig *r, const char *dir, const char *device, const char *is
     memset(r, 0, sizeof *r);
     if (hx_model_open(&r->m, dir, NULL, NULL, &err) != 0)
         fail_msg("%s", err.msg);
-    const hx_dev_opt opt = { .name = device, .isa = isa, .n_threads = 2,
+    const hx_dev_opt opt = { .name = strcmp(device, "cpu") == 0 ? fast : device, .isa = isa, .n_threads = 2,
                              .limits = hx_model_limits(&r->m->desc, MAX_ROWS, CTX) };
-    if (hx_dev_open(&r->dev, &opt, &err) != 0 ||
+    if (hx_dev_open(&r->dev, &opt, &err) != 0 || hx_model_place(r->m, r->dev, &err) != 0 ||
         hx_cache_open(&r->cache, &r->m->desc, r->dev, 4, CTX, 4 * CTX / HX_PAGE, fmt, &err) != 0 ||
         hx_graph_open(&r->g, r->m, r->dev, r->cache, MAX_ROWS, MAX_ROWS, CTX, &err) != 0)
         fail_msg("%s", err.msg);
@@ -33,8 +36,8 @@ static void rig_close(rig *r)
 {
     hx_graph_close(r->g);
     hx_cache_close(r->cache);
-    hx_dev_close(r->dev);
     hx_model_close(r->m);
+    hx_dev_close(r->dev);
 }
 
 /* Rows ids[0..n) of slot from its present end on, in calls of at most step rows; logits of all rows. */
@@ -59,8 +62,9 @@ static void run(rig *r, int32_t slot, hx_phase phase, const int32_t *ids, int64_
             fail_msg("%s", err.msg);
         s->n_pos += rows;
         s->pend = phase == HX_PHASE_DECODE ? (int32_t)rows : 0;
-        if (logits != NULL)
-            memcpy(logits + i * v, hx_graph_logits(r->g).p, (size_t)(rows * v) * sizeof(float));
+        if (logits != NULL && hx_dev_get(r->dev, logits + i * v, hx_graph_logits(r->g),
+                                         (size_t)(rows * v) * sizeof(float), &err) != 0)
+            fail_msg("%s", err.msg);
     }
 }
 
@@ -534,7 +538,7 @@ static void test_synthetic(void **state)
     assert_int_equal(hx_model_open(&m, "synthetic:glm-5.3-flash,layers=x", NULL, NULL, &err), HX_EARG);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_tiny_ref),       cmocka_unit_test(test_tiny_cpu),
@@ -546,5 +550,7 @@ int main(void)
         cmocka_unit_test(test_synthetic),
     };
 
+    if (argc > 1)
+        fast = argv[1];
     return cmocka_run_group_tests_name("model", tests, NULL, NULL);
 }

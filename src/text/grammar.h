@@ -45,7 +45,7 @@ void hx_vocab_close(hx_vocab *v);
     X(rules, 1 << 15, "rules")                                                           \
     X(nodes, 1 << 18, "nodes of the parsed source")                                      \
     X(states, 1 << 16, "states")                                                         \
-    X(steps, 3000000, "steps of compiling")                                              \
+    X(steps, 1500000, "steps of compiling")                                              \
     X(memory_bytes, 64 << 20, "bytes of memory to compile in")                           \
     X(cache_bytes, 16 << 20, "bytes of cached states and masks")                         \
     X(depth, HX_MATCHER_FRAMES / 2, "open rules while matching")                         \

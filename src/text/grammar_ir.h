@@ -133,7 +133,7 @@ hx_ref hx_json_any(hx_ir *ir);                            /* any value */
 hx_ref hx_json_object(hx_ir *ir);                         /* any object */
 hx_ref hx_json_array(hx_ir *ir);                          /* any array */
 hx_ref hx_json_string(hx_ir *ir, uint32_t min, uint32_t max);   /* with its quotes */
-hx_ref hx_json_key(hx_ir *ir, hx_str key);                /* "key": with the space */
+hx_ref hx_json_name(hx_ir *ir, hx_str name);              /* as in a string, unquoted */
 hx_ref hx_json_comma(hx_ir *ir);
 hx_ref hx_json_literal(hx_ir *ir, const hx_json *v);      /* this very value */
 hx_ref hx_json_number(hx_ir *ir);
@@ -146,7 +146,7 @@ typedef struct { char digit[40]; int n, exp; bool negative, strict; } hx_decimal
 bool hx_decimal_read(hx_ir *ir, hx_decimal *d, const hx_json *number);
 int  hx_decimal_cmp(const hx_decimal *a, const hx_decimal *b);
 /* Numbers between two bounds, either may be NULL, with at most frac digits behind the
- * point; with frac 0 only multiples of mod, from 1 to 200. */
+ * point; with frac 0 only multiples of mod, from 1 to 100. */
 hx_ref hx_json_range(hx_ir *ir, const hx_decimal *lo, const hx_decimal *hi, int frac,
                      uint32_t mod);
 /* The regular expression of a format, or NULL. */

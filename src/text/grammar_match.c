@@ -58,17 +58,21 @@ static size_t lay_out(hx_grammar *g, char *base)
     return at;
 }
 
-static void forget(hx_grammar *g)
+static void reset(hx_grammar *g)
 {
-    memset(g->frame_slot, 0, power_above(2 * g->cap_frame) * sizeof(*g->frame_slot));
-    memset(g->cfg_slot, 0, power_above(2 * g->cap_cfg) * sizeof(*g->cfg_slot));
-    memset(g->mask_owner, 0, g->n_mask * sizeof(*g->mask_owner));
     g->epoch++;
     g->n_frame = 1;
     g->n_item = 0;
     g->n_cfg = HX_CFG_FIRST;
     g->next_mask = 0;
-    memset(g->next, 0, (size_t)HX_CFG_FIRST * g->n_class * sizeof(*g->next));
+}
+
+static void forget(hx_grammar *g)
+{
+    memset(g->frame_slot, 0, power_above(2 * g->cap_frame) * sizeof(*g->frame_slot));
+    memset(g->cfg_slot, 0, power_above(2 * g->cap_cfg) * sizeof(*g->cfg_slot));
+    memset(g->mask_owner, 0, g->n_mask * sizeof(*g->mask_owner));
+    reset(g);
 }
 
 int hx_cache_open(hx_grammar *g, hx_err *err)
@@ -90,7 +94,7 @@ int hx_cache_open(hx_grammar *g, hx_err *err)
         return hx_fail(err, HX_ENOMEM, "grammar: no memory for a cache of %zu bytes",
                        g->map_bytes);
     lay_out(g, g->map);
-    forget(g);
+    reset(g); /* the mapping is all zero */
     return 0;
 }
 

@@ -15,7 +15,7 @@
  *             schema. Without "additionalProperties" an object that has "properties" takes
  *             no others, and a tuple no further elements (hx_grammar_opt.open_objects)
  *   partly    patternProperties: where no two patterns meet and no other undeclared members
- *             are allowed; multipleOf: up to 200, or powers of ten below 1; propertyNames:
+ *             are allowed; multipleOf: up to 100, or powers of ten below 1; propertyNames:
  *             pattern and lengths; two patterns for one string: no
  *   refused   not, if, contains, uniqueItems, dependencies of any kind, references out of
  *             the document: with HX_EUNSUP, never ignored
@@ -615,12 +615,12 @@ static bool read_multiple(schema *s, const view *v, uint32_t *mod, int *frac)
     if (!hx_decimal_read(s->ir, &d, of) || d.negative || d.n == 0)
         return fail(s, HX_EFORMAT, "not positive:", HX_STR("multipleOf")), false;
     whole = hx_json_int(of, 0);
-    if (whole >= 1 && whole <= 200)
+    if (whole >= 1 && whole <= 100)
         *mod = (uint32_t)whole;
     else if (d.n == 1 && d.digit[0] == '1' && d.exp <= 0 && d.exp > -15)
         *frac = 1 - d.exp;
     else
-        unsupported(s, "a multipleOf that is neither at most 200 nor 0.1, 0.01 and so on");
+        unsupported(s, "a multipleOf that is neither at most 100 nor 0.1, 0.01 and so on");
     return true;
 }
 
@@ -977,112 +977,104 @@ static void collect_others(schema *s, const view *v)
 
 /* ---- objects: in which order ----------------------------------------- */
 
-/* The rules of an object are places: how many of s->prop are behind, how many members have
- * been written (as far as that matters). */
+/* The rules of an object are places in it: behind an opening quote, with i of s->prop gone
+ * by (the last place, n_prop, is for other members) and count members written. Counts
+ * beyond what bounds ask for are one. The comma and the quote are before the place, so that
+ * all keys that may follow make one trie. */
 typedef struct {
     uint32_t first;                  /* rule of place (0, 0) */
-    uint32_t n_count;                /* counts are 0 .. n_count - 1, the last one is open
-                                      * unless there is a maximum */
-    uint32_t min, max;
+    uint32_t n_count, min, max;
+    bool     closable;               /* no member that is still ahead is required */
 } places;
 
-static hx_ref go_place(schema *s, const places *o, uint32_t i, uint32_t count)
+static uint32_t place(const places *o, uint32_t i, uint32_t count)
 {
-    return hx_ir_goto(s->ir, o->first + i * o->n_count + HX_MIN(count, o->n_count - 1));
+    return o->first + i * o->n_count + HX_MIN(count, o->n_count - 1);
 }
 
-static hx_ref other_member(schema *s)
+/* Behind a value, or the opening brace with count 0: the end, or the next place. */
+static hx_ref after_value(schema *s, const places *o, uint32_t i, uint32_t count)
 {
+    hx_ir *ir = s->ir;
+    const hx_ref comma = count > 0 ? hx_json_comma(ir) : HX_EMPTY;
+    const hx_ref next = HX_SEQ(ir, comma, hx_ir_str(ir, "\""), hx_ir_goto(ir, place(o, i, count)));
+
+    return HX_ALT(ir, o->closable && count >= o->min ? hx_ir_str(ir, "}") : HX_NONE,
+                  count < o->max ? next : HX_NONE);
+}
+
+/* A member behind its quote; a declared key is spelled in one way, without its quote. */
+static hx_ref member(hx_ir *ir, hx_ref key, uint32_t rule, hx_ref then)
+{
+    return HX_SEQ(ir, key, hx_ir_str(ir, "\":"), hx_ir_opt(ir, hx_ir_str(ir, " ")),
+                  hx_ir_call(ir, rule), then);
+}
+
+static hx_ref place_body(schema *s, const places *o, uint32_t i, uint32_t count, hx_ref then)
+{
+    hx_ir *ir = s->ir;
+    const prop *p = &s->prop.p[i];
     hx_ref all = HX_NONE;
 
+    if (i < s->prop.n) {
+        if (p->rule != 0)
+            all = member(ir, hx_json_name(ir, p->key), p->rule, then);
+        return HX_ALT(ir, all, p->required ? HX_NONE : hx_ir_goto(ir, place(o, i + 1, count)));
+    }
     for (uint32_t k = 0; k < s->pattern.n; k++)
-        all = HX_ALT(s->ir, all,
-                     HX_SEQ(s->ir, hx_ir_str(s->ir, "\""), s->pattern.p[k].key,
-                            hx_ir_str(s->ir, "\":"), hx_ir_opt(s->ir, hx_ir_str(s->ir, " ")),
-                            hx_ir_call(s->ir, s->pattern.p[k].rule)));
+        all = HX_ALT(ir, all, member(ir, s->pattern.p[k].key, s->pattern.p[k].rule, then));
     return all;
 }
 
-/* Behind all declared members: others, then the brace. */
-static hx_ref object_tail(schema *s, const places *o, uint32_t count, uint32_t loop)
+static bool plan_places(schema *s, const view *v, places *o)
 {
-    hx_ir *ir = s->ir;
-    const hx_ref close = hx_ir_str(ir, "}"), comma = hx_json_comma(ir);
-    const hx_ref start = count > 0 ? comma : HX_EMPTY;
-    const uint32_t least = o->min > count ? o->min - count : 0;
-    const uint32_t most = o->max == HX_IR_NO_END ? o->max : o->max - count;
+    uint32_t n_required = 0;
 
-    if (count > o->max)
-        return HX_NONE;
-    if (s->pattern.n == 0 || most == 0)
-        return least == 0 ? close : HX_NONE;
-    /* Names may repeat, which a reader counts once. */
-    if (least > 1)
-        unsupported(s, "minProperties that needs more than one undeclared member");
-    hx_ref others = HX_SEQ(ir, start, hx_ir_goto(ir, loop));
-    if (most != HX_IR_NO_END) {
-        const hx_ref one = hx_ir_call(ir, loop);
-
-        others = HX_SEQ(ir, start, one,
-                        hx_ir_rep(ir, HX_SEQ(ir, comma, one), 0, most - 1, HX_REP_COUNT),
-                        close);
-    }
-    return HX_ALT(ir, least == 0 ? close : HX_NONE, others);
+    *o = (places) { .min = fold_bound(s, v, "minProperties", true),
+                    .max = fold_bound(s, v, "maxProperties", false), .closable = true };
+    for (uint32_t k = 0; k < s->prop.n; k++)
+        n_required += s->prop.p[k].required;
+    if (o->min > o->max || n_required > o->max)
+        return false;
+    /* Bounds that hold anyway. */
+    if (o->min <= n_required)
+        o->min = 0;
+    if (s->pattern.n == 0 && o->max >= s->prop.n)
+        o->max = HX_IR_NO_END;
+    /* Other names may repeat, which a reader counts once. */
+    if (s->pattern.n > 0 && o->min > 1)
+        unsupported(s, "minProperties above 1 where undeclared members are allowed");
+    o->n_count = 1 + HX_MAX(o->max == HX_IR_NO_END ? o->min : o->max, 1);
+    if ((uint64_t)o->n_count * (s->prop.n + 1) > s->ir->opt.rules)
+        hx_ir_over(s->ir, "rules");
+    o->first = s->ir->rule.n;
+    for (uint32_t i = 0; s->ir->rc == 0 && i < o->n_count * (s->prop.n + 1); i++)
+        hx_ir_rule_new(s->ir, (hx_str) { NULL, 0 });
+    return s->ir->rc == 0;
 }
 
 static hx_ref emit_object(schema *s, const view *v)
 {
     hx_ir *ir = s->ir;
-    const hx_ref comma = hx_json_comma(ir);
-    places o = { .min = fold_bound(s, v, "minProperties", true),
-                 .max = fold_bound(s, v, "maxProperties", false) };
-    uint32_t loop;
+    places o;
 
     collect_props(s, v);
     collect_others(s, v);
-    if (o.min > o.max || ir->rc != 0)
+    if (ir->rc != 0 || !plan_places(s, v, &o))
         return HX_NONE;
-    o.n_count = 1 + HX_MAX(o.max == HX_IR_NO_END ? o.min : o.max, 1);
-    /* More members than are declared need no exact count where no others are allowed. */
-    if (s->pattern.n == 0 && o.max != HX_IR_NO_END && o.max >= s->prop.n) {
-        o.max = HX_IR_NO_END;
-        o.n_count = 1 + HX_MAX(o.min, 1);
-    }
-    if ((uint64_t)o.n_count * (s->prop.n + 1) > ir->opt.rules) {
-        hx_ir_over(ir, "rules");
-        return HX_NONE;
-    }
-    loop = hx_ir_rule_new(ir, (hx_str) { NULL, 0 });
-    o.first = ir->rule.n;
-    for (uint32_t i = 0; i < o.n_count * (s->prop.n + 1) && ir->rc == 0; i++)
-        hx_ir_rule_new(ir, (hx_str) { NULL, 0 });
-    if (ir->rc == 0 && s->pattern.n > 0) {
-        const hx_ref one = other_member(s);
-        const hx_ref body = o.max != HX_IR_NO_END ? one
-            : HX_SEQ(ir, one, HX_ALT(ir, hx_ir_str(ir, "}"),
-                                     HX_SEQ(ir, comma, hx_ir_goto(ir, loop))));
+    for (uint32_t i = s->prop.n; i != HX_IR_NO_END && ir->rc == 0; i--) {
+        const uint32_t behind = HX_MIN(i + 1, s->prop.n);
 
-        if (ir->rc == 0)
-            ir->rule.p[loop].body = body;
-    }
-    for (uint32_t c = 0; c < o.n_count; c++) {
-        for (uint32_t i = 0; i <= s->prop.n && ir->rc == 0; i++) {
-            const prop *p = &s->prop.p[i];
-            hx_ref body, with = HX_NONE;
+        for (uint32_t c = 0; c < o.n_count && ir->rc == 0; c++) {
+            const hx_ref then = after_value(s, &o, behind, c + 1);
+            const hx_ref body = place_body(s, &o, i, c, then);
 
-            if (i == s->prop.n) {
-                body = object_tail(s, &o, c, loop);
-            } else {
-                if (p->rule != 0 && c < o.max)
-                    with = HX_SEQ(ir, c > 0 ? comma : HX_EMPTY, hx_json_key(ir, p->key),
-                                  hx_ir_call(ir, p->rule), go_place(s, &o, i + 1, c + 1));
-                body = HX_ALT(ir, with, p->required ? HX_NONE : go_place(s, &o, i + 1, c));
-            }
             if (ir->rc == 0)
-                ir->rule.p[o.first + i * o.n_count + c].body = body;
+                ir->rule.p[place(&o, i, c)].body = body;
         }
+        o.closable &= i == s->prop.n || !s->prop.p[i].required;
     }
-    return HX_SEQ(ir, hx_ir_str(ir, "{"), go_place(s, &o, 0, 0));
+    return HX_SEQ(ir, hx_ir_str(ir, "{"), after_value(s, &o, 0, 0));
 }
 
 /* ---- values ---------------------------------------------------------- */

@@ -68,18 +68,17 @@ hx_ref hx_json_string(hx_ir *ir, uint32_t min, uint32_t max)
     return quoted(ir, hx_ir_rep(ir, hx_ir_call(ir, ir->text_rule), min, max, HX_REP_COUNT));
 }
 
-hx_ref hx_json_key(hx_ir *ir, hx_str key)
+hx_ref hx_json_name(hx_ir *ir, hx_str name)
 {
     hx_sb b = { 0 };
     hx_ref e;
 
-    hx_json_put_str(&b, key);
-    hx_sb_char(&b, ':');
+    hx_json_put_str(&b, name);
     if (b.bad)
-        hx_ir_fail(ir, HX_ENOMEM, "grammar: no memory for a key");
-    e = hx_ir_lit(ir, b.p, b.n);
+        hx_ir_fail(ir, HX_ENOMEM, "grammar: no memory for a name");
+    e = ir->rc == 0 ? hx_ir_lit(ir, b.p + 1, b.n - 2) : HX_NONE;
     hx_sb_free(&b);
-    return HX_SEQ(ir, e, hx_ir_opt(ir, hx_ir_str(ir, " ")));
+    return e;
 }
 
 hx_ref hx_json_comma(hx_ir *ir)
@@ -154,7 +153,10 @@ static hx_ref literal_members(hx_ir *ir, const hx_json *v)
         const hx_json *one = object ? hx_json_member(v, i, &key) : hx_json_at(v, i);
 
         e = HX_SEQ(ir, e, i > 0 ? hx_json_comma(ir) : HX_EMPTY,
-                   object ? hx_json_key(ir, key) : HX_EMPTY, hx_json_literal(ir, one));
+                   object ? HX_SEQ(ir, quoted(ir, hx_json_name(ir, key)), hx_ir_str(ir, ":"),
+                                   hx_ir_opt(ir, hx_ir_str(ir, " ")))
+                          : HX_EMPTY,
+                   hx_json_literal(ir, one));
     }
     return HX_SEQ(ir, e, hx_ir_str(ir, object ? "}" : "]"));
 }
@@ -255,8 +257,9 @@ typedef struct {
     int      len;                    /* digits before the point, of the numbers at hand */
     int      frac;
     uint32_t mod;
-    uint32_t *rest;                  /* [mod][INT_MAX_DIGITS]: rules of free digits, 0: not
-                                      * made; by remainder and digits left */
+    hx_ref   *rest;                  /* [mod][INT_MAX_DIGITS] free digits, by remainder and
+                                      * digits left; 0: not made */
+    hx_ref    digit[10];
 } ranger;
 
 enum { INT_MAX_DIGITS = 41 };
@@ -301,24 +304,24 @@ static bool may_end(const ranger *r, int pos, bool tight_lo, bool tight_hi)
 static hx_ref free_digits(ranger *r, uint32_t left, int n)
 {
     hx_ir *ir = r->ir;
-    uint32_t *rule;
-    hx_ref way[10];
+    hx_ref *go, way[10];
 
     if (r->mod == 1)
         return any_digits(ir, n, n);
     if (n == 0)
         return left == 0 ? HX_EMPTY : HX_NONE;
-    rule = &r->rest[left * INT_MAX_DIGITS + (uint32_t)n];
-    if (*rule == 0 && ir->rc == 0) {
-        *rule = hx_ir_rule_new(ir, (hx_str) { NULL, 0 });
+    go = &r->rest[left * INT_MAX_DIGITS + (uint32_t)n];
+    if (*go == 0 && ir->rc == 0) {
+        const uint32_t rule = hx_ir_rule_new(ir, (hx_str) { NULL, 0 });
+
+        *go = hx_ir_goto(ir, rule);
         for (uint32_t d = 0; d < 10; d++)
-            way[d] = HX_SEQ(ir, digits(ir, (int)d, (int)d),
-                            free_digits(r, (left * 10 + d) % r->mod, n - 1));
+            way[d] = HX_SEQ(ir, r->digit[d], free_digits(r, (left * 10 + d) % r->mod, n - 1));
         const hx_ref body = hx_ir_alt(ir, way, 10);
         if (ir->rc == 0)
-            ir->rule.p[*rule].body = body;
+            ir->rule.p[rule].body = body;
     }
-    return hx_ir_goto(ir, *rule);
+    return *go;
 }
 
 static hx_ref free_fraction(const ranger *r, int pos)
@@ -393,10 +396,12 @@ static hx_ref magnitudes(ranger *r)
 
 /* Numbers of one sign: from lo to hi, both as magnitudes. */
 static hx_ref one_sign(hx_ir *ir, const hx_decimal *lo, const hx_decimal *hi, int frac,
-                       uint32_t mod, uint32_t *rest)
+                       uint32_t mod, hx_ref *rest)
 {
     ranger r = { .ir = ir, .frac = frac, .mod = mod, .rest = rest, .has_hi = hi != NULL };
 
+    for (int d = 0; d < 10; d++)
+        r.digit[d] = digits(ir, d, d);
     if (lo != NULL)
         r.lo = *lo;
     if (hi != NULL)
@@ -410,7 +415,7 @@ static hx_ref one_sign(hx_ir *ir, const hx_decimal *lo, const hx_decimal *hi, in
 hx_ref hx_json_range(hx_ir *ir, const hx_decimal *lo, const hx_decimal *hi, int frac,
                      uint32_t mod)
 {
-    HX_VEC(uint32_t) rest = { 0 };
+    HX_VEC(hx_ref) rest = { 0 };
     const bool hi_below = hi != NULL && (hi->negative || (hi->n == 0 && hi->strict));
     hx_ref below = HX_NONE, above = HX_NONE;
 
