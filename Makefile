@@ -7,6 +7,7 @@
 #   make portable   build/hoist-portable: libraries linked in, for any x86-64 glibc >= 2.36
 #   make fuzz       every fuzz target for FUZZ_SECONDS each
 #   make bench      speed of the demo model on this machine
+# CUDA=0 leaves the GPU code out.
 
 ifeq ($(origin CC),default)
 CC      := gcc
@@ -18,7 +19,7 @@ MODEL   ?= models/demo-exl3
 
 comma   := ,
 CCNAME  := $(notdir $(firstword $(CC)))
-VARIANT := $(CCNAME)$(if $(SAN),-$(subst $(comma),-,$(SAN)))
+VARIANT := $(CCNAME)$(if $(SAN),-$(subst $(comma),-,$(SAN)))$(PORTABLE)
 OBJ     := obj/$(VARIANT)
 # The plain build is build/; other compilers and sanitizers get a folder of their own.
 BUILD   := $(if $(filter gcc cc,$(VARIANT)),build,build/$(VARIANT))
@@ -30,6 +31,22 @@ CFLAGS  := -std=c11 -D_GNU_SOURCE $(OPT) -ffp-contract=off -fno-math-errno -pthr
            $(if $(SAN),-fsanitize=$(SAN) -fno-omit-frame-pointer)
 LDFLAGS := -pthread $(if $(SAN),-fsanitize=$(SAN))
 LIBS    := -luv -ljson-c -lpcre2-8 -lutf8proc -lm
+
+# GPU code comes along where nvcc is; the runtime is linked in and finds the driver when
+# the program runs. Plain builds carry machine code for Hopper, and PTX for the others.
+ifeq ($(origin NVCC),undefined)
+NVCC    := $(firstword $(shell command -v nvcc 2>/dev/null) $(wildcard /usr/local/cuda/bin/nvcc))
+endif
+CUDA    ?= $(if $(NVCC),$(if $(SAN),0,1),0)
+ARCH    := $(if $(PORTABLE),sm_80 sm_86 sm_89 sm_90a sm_120a,sm_90a)
+NVFLAGS := -std=c++17 -O3 --fmad=false -Iinclude -Isrc -Xcompiler -Wall \
+           -gencode arch=compute_80,code=compute_80 \
+           $(foreach a,$(ARCH),-gencode arch=$(a:sm_%=compute_%),code=$(a))
+ifeq ($(CUDA),1)
+CUDA_LIBS := -L$(abspath $(dir $(NVCC))/../lib64) -lcudart_static -ldl -lrt
+LIBS    += $(CUDA_LIBS) -lstdc++
+CU_OBJS := $(patsubst %.cu,$(OBJ)/%.cu.o,$(wildcard src/*/*.cu))
+endif
 
 SRC     := $(filter-out %_test.c,$(wildcard src/*/*.c))
 LIB_SRC := $(filter-out src/cli/main.c,$(SRC))
@@ -48,6 +65,13 @@ all: $(BUILD)/hoist
 
 # -Wconversion where sizes come from strangers.
 $(OBJ)/src/base/%.o $(OBJ)/src/text/%.o: CFLAGS += -Wconversion
+# The one file that names the CUDA backend is compiled anew when CUDA changes.
+$(OBJ)/src/dev/ops.o: CFLAGS += $(if $(filter 1,$(CUDA)),-DHX_CUDA)
+$(OBJ)/src/dev/ops.o: $(OBJ)/cuda-$(CUDA)
+$(OBJ)/cuda-$(CUDA):
+	@mkdir -p $(@D)
+	@rm -f $(@D)/cuda-*
+	@touch $@
 $(OBJ)/%_test.o: CFLAGS += -Wno-missing-prototypes -Wno-conversion
 
 # Files that the program carries, as C arrays.
@@ -68,11 +92,15 @@ $(OBJ)/%.o: %.c Makefile | $(GEN)
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) -c $< -o $@
 
+$(OBJ)/%.cu.o: %.cu Makefile
+	@mkdir -p $(@D)
+	$(NVCC) $(NVFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+
 $(OBJ)/llhttp/%.o: /usr/share/llhttp/%.c
 	@mkdir -p $(@D)
 	$(CC) $(OPT) -pthread -isystem /usr/share/include/llhttp $(if $(SAN),-fsanitize=$(SAN)) -c $< -o $@
 
-$(LIB): $(filter-out $(OBJ)/src/cli/main.o,$(OBJS)) $(LLHTTP)
+$(LIB): $(filter-out $(OBJ)/src/cli/main.o,$(OBJS)) $(CU_OBJS) $(LLHTTP)
 	@mkdir -p $(@D)
 	@rm -f $@
 	ar rcs $@ $^
@@ -134,10 +162,11 @@ test-gpu:
 check:
 	@tools/check.sh
 
-# One file that needs only glibc.
-STATIC_LIBS := -Wl,-Bstatic -luv_a -ljson-c -lpcre2-8 -lutf8proc -Wl,-Bdynamic -ldl -lrt -lm
+# One file that needs only glibc, with machine code for every GPU that it runs on.
+STATIC_LIBS := -Wl,-Bstatic -luv_a -ljson-c -lpcre2-8 -lutf8proc $(if $(CUDA_LIBS),$(CUDA_LIBS) -lstdc++) \
+               -Wl,-Bdynamic -ldl -lrt -lm
 portable: deps
-	@$(MAKE) --no-print-directory build/hoist-portable
+	@$(MAKE) --no-print-directory PORTABLE=-portable build/hoist-portable
 build/hoist-portable: $(OBJ)/src/cli/main.o $(LIB)
 	@mkdir -p $(@D)
 	$(CC) $(LDFLAGS) -static-libgcc $^ $(STATIC_LIBS) -o $@
@@ -174,4 +203,4 @@ format:
 clean:
 	rm -rf obj build
 
--include $(OBJS:.o=.d) $(TESTS:%.c=$(OBJ)/%.d)
+-include $(OBJS:.o=.d) $(CU_OBJS:.o=.d) $(TESTS:%.c=$(OBJ)/%.d)

@@ -78,6 +78,7 @@ static hx_cuda_work work_of(int64_t n_ticket, size_t bytes)
 
     CHECK(cudaGetDeviceProperties(&prop, 0));
     w.n_sm = prop.multiProcessorCount;
+    w.sm_shared_bytes = prop.sharedMemPerMultiprocessor;
     w.overlap = prop.major >= 9;
     w.n_ticket = n_ticket;
     w.bytes = bytes;
@@ -86,6 +87,18 @@ static hx_cuda_work work_of(int64_t n_ticket, size_t bytes)
     CHECK(cudaMalloc(&w.p, bytes));
     CHECK(cudaMemset(w.p, 0xff, bytes));
     return w;
+}
+
+/* Enough for any number of rows. */
+static size_t area_bytes(hx_cuda_shape s)
+{
+    size_t most = 0;
+
+    for (int rows : { 4, 8, 16 }) {
+        s.rows = rows;
+        most = std::max(most, hx_cuda_area_bytes(&s, n_sm));
+    }
+    return most;
 }
 
 static void drop(hx_cuda_work *w)
@@ -147,7 +160,7 @@ static double time_graph(int calls, const std::function<void(int, cudaStream_t)>
 /* ---- one matrix -------------------------------------------------------------- */
 
 static void check(hx_dev *cpu, int64_t n, int64_t k, int k2, hx_codebook cb, std::vector<int> row_counts,
-                  int bps, bool with_bias = false)
+                  int quads, int bps, bool with_bias = false)
 {
     matrix m(n, k, k2, cb, 100 * n + k2, with_bias);
     hx_cuda_job j = {};
@@ -166,8 +179,10 @@ static void check(hx_dev *cpu, int64_t n, int64_t k, int k2, hx_codebook cb, std
     s.slots = HX_CUDA_JOB_ROWS;
     s.n_job = 1;
     s.codebook = cb;
+    s.quads = quads;
     s.bps = bps;
-    hx_cuda_work w = work_of(s.n_pad / 128, hx_cuda_area_bytes(&s, n_sm));
+    s.rows = 16;
+    hx_cuda_work w = work_of(s.n_pad / 128, area_bytes(s));
     for (int rows : row_counts) {
         std::vector<float> x(rows * k), want(rows * n), got(rows * n);
         hx_err err = {};
@@ -196,8 +211,8 @@ static void check(hx_dev *cpu, int64_t n, int64_t k, int k2, hx_codebook cb, std
         j.rows = rows;
         CHECK(hx_cuda_rows(&j, &s, &w, 0));
         CHECK(cudaMemcpy(got.data(), dy, got.size() * 4, cudaMemcpyDeviceToHost));
-        snprintf(name, sizeof(name), "exl3 %s K=%g %ldx%ld rows %d bps %d", cb_name[cb], k2 / 2.0,
-                 (long)k, (long)n, rows, bps);
+        snprintf(name, sizeof(name), "exl3 %s K=%g %ldx%ld rows %d cut %dx%d", cb_name[cb], k2 / 2.0,
+                 (long)k, (long)n, rows, quads, bps);
         if (same(name, got, want))
             printf("ok %s\n", name);
         cudaFree(dx);
@@ -229,7 +244,7 @@ static uint8_t *random_trellis(size_t bytes)
     return p;
 }
 
-static double time_one(int64_t n, int64_t k, int k2, hx_codebook cb, int rows, int bps, bool host)
+static double time_one(int64_t n, int64_t k, int k2, hx_codebook cb, int rows, int quads, int bps, bool host)
 {
     const size_t bytes = (size_t)(n * k) / 16 * k2;
     const int sets = (int)HX_MAX(2, HX_MIN(64, (300u << 20) / bytes));
@@ -266,8 +281,9 @@ static double time_one(int64_t n, int64_t k, int k2, hx_codebook cb, int rows, i
     s.codebook = cb;
     s.slots = HX_CUDA_JOB_ROWS;
     s.n_job = 1;
+    s.quads = quads;
     s.bps = bps;
-    hx_cuda_work w = work_of(n / 128, hx_cuda_area_bytes(&s, n_sm));
+    hx_cuda_work w = work_of(n / 128, area_bytes(s));
     const double us = time_graph(sets, [&](int i, cudaStream_t st) {
         CHECK(hx_cuda_rows(&jobs[i], &s, &w, st));
     });
@@ -368,7 +384,7 @@ static void check_moe(hx_dev *cpu, int64_t d, int64_t f, int rows, int active, i
 }
 
 /* rows of 8 picks of 288 experts, other experts in every call. */
-static void time_moe(int k2, hx_codebook cb, int rows, int bps_in, int bps_out, bool host)
+static void time_moe(int k2, hx_codebook cb, int rows, int quads, int bps_in, int bps_out, bool host)
 {
     const int64_t d = 4096, f = 2048;
     const int n_expert = host ? 96 : 288, active = 8, calls = 8;
@@ -403,6 +419,7 @@ static void time_moe(int k2, hx_codebook cb, int rows, int bps_in, int bps_out, 
     m.k2_gate = m.k2_up = m.k2_down = k2;
     m.codebook = cb;
     m.limit = 10.0f;
+    m.quads = quads;
     m.bps_in = bps_in;
     m.bps_out = bps_out;
     hx_cuda_work w = work_of(2 * rows * active * d / 128, hx_cuda_moe_bytes(&m, n_sm));
@@ -431,8 +448,8 @@ static void time_moe(int k2, hx_codebook cb, int rows, int bps_in, int bps_out, 
         CHECK(hx_cuda_experts(&c, &w, st));
     });
     const double mb = distinct / calls * 3 * part / 1e6;
-    printf("time moe %s %s K=%g %2d tokens bps %d %d: %8.1f us  %5.1f experts %6.1f GB/s\n", cb_name[cb],
-           host ? "host" : "vram", k2 / 2.0, rows, bps_in, bps_out, us, distinct / calls, mb / us * 1e3);
+    printf("time moe %s %s K=%g %2d tokens cut %dx%d %dx%d: %8.1f us  %5.1f experts %6.1f GB/s\n", cb_name[cb],
+           host ? "host" : "vram", k2 / 2.0, rows, quads, bps_in, quads, bps_out, us, distinct / calls, mb / us * 1e3);
     drop(&w);
     cudaFree(dev);
     cudaFreeHost(pinned);
@@ -448,14 +465,15 @@ static void checks(hx_dev *cpu)
     for (int k2 : { 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16 })
         for (hx_codebook cb : { HX_CB_MUL1, HX_CB_MCG, HX_CB_3INST })
             if (cb == HX_CB_MUL1 || k2 % 2 == 0)
-                check(cpu, 256, 1536, k2, cb, { 1, 2, 7, 8, 9, 16 }, 0);
-    for (int bps : { 1, 2, 4 })
-        for (hx_codebook cb : { HX_CB_MUL1, HX_CB_MCG })
-            check(cpu, 2048, 4096, 6, cb, { 1, 3, 11 }, bps);
-    check(cpu, 1000, 11 * 128 - 28, 6, HX_CB_MUL1, { 1, 5, 16 }, 1, true);
-    check(cpu, 1000, 11 * 128 - 28, 6, HX_CB_MUL1, { 1, 5, 16 }, 4, true);
-    check(cpu, 128, 128, 8, HX_CB_MUL1, { 1, 16 }, 0, true);
-    check(cpu, 128, 12288, 4, HX_CB_MUL1, { 1, 16 }, 1);
+                check(cpu, 256, 1536, k2, cb, { 1, 2, 7, 8, 9, 16 }, 0, 0);
+    for (int quads : { 1, 2, 4 })
+        for (int bps : { 1, 2, 4 }) {
+            for (hx_codebook cb : { HX_CB_MUL1, HX_CB_MCG })
+                check(cpu, 2048, 4096, 6, cb, { 1, 6, 11 }, quads, bps);
+            check(cpu, 1000, 11 * 128 - 28, 6, HX_CB_MUL1, { 1, 5, 16 }, quads, bps, true);
+        }
+    check(cpu, 128, 128, 8, HX_CB_MUL1, { 1, 16 }, 0, 0, true);
+    check(cpu, 128, 12288, 4, HX_CB_MUL1, { 1, 16 }, 1, 1);
 }
 
 static void checks_moe(hx_dev *cpu)
@@ -463,32 +481,37 @@ static void checks_moe(hx_dev *cpu)
     check_moe(cpu, 512, 256, 1, 4, 8, 6, 6, 6, HX_CB_MUL1, false);
     check_moe(cpu, 512, 256, 16, 8, 24, 6, 6, 8, HX_CB_MUL1, false);
     check_moe(cpu, 512, 256, 16, 4, 4, 6, 8, 5, HX_CB_MUL1, false);
+    check_moe(cpu, 512, 256, 16, 8, 8, 4, 4, 7, HX_CB_MUL1, false);
     check_moe(cpu, 384, 640, 7, 2, 5, 8, 8, 8, HX_CB_MCG, true);
     check_moe(cpu, 4096, 2048, 3, 8, 16, 6, 6, 6, HX_CB_MUL1, false);
 }
 
-static void times(const char *filter)
+typedef std::pair<int, int> cut; /* quads, 128-input blocks of a quad */
+static const cut cuts[] = { { 1, 1 }, { 1, 2 }, { 1, 4 }, { 2, 1 }, { 2, 2 }, { 4, 1 }, { 4, 2 }, { 0, 0 } };
+
+static void times(void)
 {
+    printf("cuts: 1x1 1x2 1x4 2x1 2x2 4x1 4x2 auto\n");
+
     const shape shapes[] = { { 4096, 2048 }, { 2048, 4096 }, { 4096, 8192 }, { 8192, 4096 }, { 4096, 24576 }, { 4096, 154880 } };
-    const bool quick = filter != NULL;
 
     for (int k2 : { 6, 8, 12 })
         for (shape s : shapes) {
-            if (quick && s.second > 100000)
-                continue;
             for (int rows : { 1, 2, 4, 8, 16 }) {
-                printf("time vram K=%g %5ldx%-6ld rows %2d us by bps 1 2 4 auto:", k2 / 2.0, (long)s.first,
-                       (long)s.second, rows);
-                for (int bps : { 1, 2, 4, 0 })
-                    printf(" %7.2f", time_one(s.second, s.first, k2, HX_CB_MUL1, rows, bps, false));
+                printf("time vram K=%g %5ldx%-6ld rows %2d us:", k2 / 2.0, (long)s.first, (long)s.second, rows);
+                for (cut c : cuts)
+                    printf(" %7.2f", time_one(s.second, s.first, k2, HX_CB_MUL1, rows, c.first, c.second, false));
                 printf("\n");
                 fflush(stdout);
             }
         }
     for (shape s : shapes)
-        printf("time vram mcg K=4 %5ldx%-6ld rows 1: %7.2f us, rows 8: %7.2f us\n", (long)s.first, (long)s.second,
-               time_one(s.second, s.first, 8, HX_CB_MCG, 1, 0, false),
-               time_one(s.second, s.first, 8, HX_CB_MCG, 8, 0, false));
+        for (int rows : { 1, 8 }) {
+            printf("time vram mcg K=4 %5ldx%-6ld rows %2d us:", (long)s.first, (long)s.second, rows);
+            for (cut c : cuts)
+                printf(" %7.2f", time_one(s.second, s.first, 8, HX_CB_MCG, rows, c.first, c.second, false));
+            printf("\n");
+        }
 }
 
 static void times_host(void)
@@ -496,12 +519,8 @@ static void times_host(void)
     for (int k2 : { 6, 8 })
         for (shape s : { shape{ 4096, 2048 }, shape{ 2048, 4096 }, shape{ 4096, 8192 }, shape{ 8192, 4096 }, shape{ 4096, 24576 } })
             for (int rows : { 1, 8 }) {
-                printf("time host K=%g %5ldx%-6ld rows %2d GB/s by bps 1 2 4 auto:", k2 / 2.0, (long)s.first,
-                       (long)s.second, rows);
-                for (int bps : { 1, 2, 4, 0 })
-                    printf(" %5.1f", s.first * s.second / 16 * k2 / 1e3 / time_one(s.second, s.first, k2, HX_CB_MUL1, rows, bps, true));
-                printf("\n");
-                fflush(stdout);
+                printf("time host K=%g %5ldx%-6ld rows %2d: %5.1f GB/s\n", k2 / 2.0, (long)s.first, (long)s.second, rows,
+                       s.first * s.second / 16 * k2 / 1e3 / time_one(s.second, s.first, k2, HX_CB_MUL1, rows, 0, 0, true));
             }
 }
 
@@ -530,17 +549,17 @@ int main(int argc, char **argv)
     if (wants("moe"))
         checks_moe(cpu);
     if (wants("time")) {
-        times(NULL);
+        times();
         for (int rows : { 1, 2, 4, 8, 16 })
-            for (int bps : { 0, 4 })
-                time_moe(6, HX_CB_MUL1, rows, bps, bps, false);
+            for (auto c : { std::vector<int>{ 0, 0, 0 }, { 1, 4, 2 }, { 1, 2, 2 }, { 2, 2, 2 }, { 4, 1, 1 }, { 2, 2, 1 } })
+                time_moe(6, HX_CB_MUL1, rows, c[0], c[1], c[2], false);
         for (int rows : { 1, 8, 16 })
-            time_moe(8, HX_CB_MCG, rows, 0, 0, false);
+            time_moe(8, HX_CB_MCG, rows, 0, 0, 0, false);
     }
     if (wants("host")) {
         times_host();
         for (int rows : { 1, 8 })
-            time_moe(6, HX_CB_MUL1, rows, 0, 0, true);
+            time_moe(6, HX_CB_MUL1, rows, 0, 0, 0, true);
     }
     hx_dev_close(cpu);
     return 0;

@@ -5,10 +5,13 @@
  *   [[{delay=5,prefill=100}a|b]]   ms per token, ms before the first
  *   [[{repeat=50}a|b]]             the list 50 times
  *   [[{error=2}a|b|c]]             fails after 2 tokens
+ *   [[{score=100}a]]               scoring it takes 100 ms
  *
  * The last [[…]] of the prompt counts; without one the answer is "ok". $seed and $params
  * as a token show what was submitted. Ids: 0..255 bytes, then the markers, then pieces as
- * they come. One thread serves all streams in turn, as the real engine's does. */
+ * they come. One thread serves all streams in turn, as the real engine's does, in steps:
+ * streams of one pace have their tokens together; and it pauses who does not take them.
+ */
 #include <pthread.h>
 #include <stdio.h>
 #include <time.h>
@@ -19,6 +22,7 @@
 #define FAKE_FIRST  512 /* id of the first piece */
 #define FAKE_TOKENS 65536
 #define FAKE_SLOTS  512
+#define FAKE_RING   240 /* tokens not yet taken that pause a stream */
 
 static const struct {
     const char *text;
@@ -58,6 +62,7 @@ struct hx_engine {
     bool closing;
     hx_stream *slot[FAKE_SLOTS];
     int32_t n_running, n_waiting;
+    atomic_int n_scoring, max_scoring; /* calls of hx_score() at once */
     char *piece[FAKE_PIECES];
     _Atomic int32_t n_piece; /* those below it are there to read without the lock */
     char bytes[256];
@@ -354,6 +359,8 @@ static void fake_step(hx_stream *s, int64_t now)
             fake_end(s, HX_STOP_NONE);
         } else if (s->n_out == s->n_token) {
             fake_end(s, s->stop_why);
+        } else if (s->n_out - s->n_taken >= FAKE_RING) {
+            s->due_us = now + 1000;
         } else {
             s->n_out++;
             s->due_us = s->delay_us > 0 ? (now / s->delay_us + 1) * s->delay_us : now;
@@ -533,12 +540,30 @@ void hx_stream_free(hx_stream *s)
 /* Every token after the first has -1, the first alternative is the token itself. */
 int hx_score(hx_engine *e, const hx_score_args *a, hx_err *err)
 {
-    (void)e, (void)err;
+    hx_sb prompt = { 0 };
+    int seen, n;
+
+    pthread_mutex_lock(&e->lock);
+    const bool full = e->n_waiting >= e->info.max_queue;
+    pthread_mutex_unlock(&e->lock);
+    if (full)
+        return hx_fail(err, HX_EBUSY, "queue: all places are taken");
+    n = atomic_fetch_add(&e->n_scoring, 1) + 1;
+    seen = atomic_load(&e->max_scoring);
+    while (seen < n && !atomic_compare_exchange_weak(&e->max_scoring, &seen, n))
+        ;
     for (int64_t i = 0; i < a->n_tokens; i++) {
+        const hx_str b = hx_token_bytes(e, a->tokens[i], NULL);
+
+        hx_sb_add(&prompt, b.p, b.n);
         a->logprob[i] = i + 1 < a->n_tokens ? -1.0f : 0;
         for (int32_t k = 0; k < a->n_top; k++)
             a->top[i * a->n_top + k] = (hx_choice) { 'A' + k, -2.0f - (float)k };
     }
+    const int64_t ms = fake_option((hx_str) { prompt.p, prompt.n }, "{score=", 0);
+    nanosleep(&(struct timespec) { ms / 1000, ms % 1000 * 1000000 }, NULL);
+    hx_sb_free(&prompt);
+    atomic_fetch_sub(&e->n_scoring, 1);
     return 0;
 }
 

@@ -5,7 +5,7 @@
 cd "$(dirname "$0")/.." || exit 1
 tap=${1:-}
 bad=0
-files=$(git ls-files --cached --others --exclude-standard 'src/*.[ch]' 'include/*.h')
+files=$(git ls-files --cached --others --exclude-standard 'src/*.[ch]' 'src/*.cu' 'include/*.h')
 code=$(git ls-files --cached --others --exclude-standard '*.c' '*.h' '*.cu' '*.cuh')
 
 report() {          # NAME, findings

@@ -237,7 +237,8 @@ static void loop(chat *t)
 int cmd_chat(const hx_cli *c)
 {
     struct sigaction act = { .sa_handler = on_int };
-    chat t = { .c = c, .person = isatty(0) == 1 && isatty(1) == 1 };
+    chat t = { .c = c, .effort = 2 /* max, the template's own default */,
+               .person = isatty(0) == 1 && isatty(1) == 1 };
     hx_cli one = *c;
     int rc;
 

@@ -11,7 +11,7 @@
 
 enum {
     HX_CUDA_JOB_ROWS = 16, /* most rows of one job */
-    HX_CUDA_MAX_BPS = 4    /* most 128-input blocks of one thread block */
+    HX_CUDA_MAX_BPS = 4    /* most 128-input blocks of four warps */
 };
 
 /* One product y[row, 0..n) = W x[row, 0..k) (+ bias) of up to HX_CUDA_JOB_ROWS rows.
@@ -39,6 +39,7 @@ typedef struct {
     void   *p;      /* [bytes], 256-byte aligned */
     size_t  bytes;
     int     n_sm;
+    size_t  sm_shared_bytes; /* of a multiprocessor */
     bool    overlap; /* compute capability 9.0: launches may overlap their ends */
 } hx_cuda_work;
 
@@ -48,7 +49,8 @@ typedef struct {
     int         k2, n_job, rows; /* rows: the most of any job */
     int64_t     slots;           /* rows in the work memory */
     hx_codebook codebook;
-    int         bps;             /* 128-input blocks of a thread block: 1, 2, 4; 0: choose */
+    int         quads, bps;      /* 4 warps each, 1, 2 or 4, and 128-input blocks of each,
+                                  * 1, 2 or 4; 0: choose */
     bool        chained; /* the jobs' activations come from the launch just before */
     bool        fresh;   /* so do the jobs themselves */
 } hx_cuda_shape;
@@ -93,7 +95,7 @@ typedef struct {
     int                   k2_gate, k2_up, k2_down;
     hx_codebook           codebook;
     float                 limit;
-    int                   bps_in, bps_out; /* as in hx_cuda_shape */
+    int                   quads, bps_in, bps_out; /* as in hx_cuda_shape */
 } hx_cuda_moe;
 
 size_t      hx_cuda_moe_bytes(const hx_cuda_moe *m, int n_sm);

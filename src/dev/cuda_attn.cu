@@ -225,10 +225,108 @@ HX_DEVICE void warp_dots(float (&dot)[A][B], const float *x, const float *y, int
     }
 }
 
+/* Matrix units take bf16 and sum in fp32. An fp32 value is the exact sum of three bf16, so
+ * with operands that are stored as bf16 three products of a matrix give those of fp32. The
+ * units cut off what they add up, so the two small ones go first and sums stay short. */
+enum { SPLIT_BF16 = 3 };
+
+HX_DEVICE uint32_t pack_bf16(float lo, float hi)
+{
+    uint32_t r;
+
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+    return r;
+}
+
+/* Two neighbours of a row, largest part first. */
+HX_DEVICE void split_bf16(float x, float y, uint32_t (&part)[SPLIT_BF16])
+{
+#pragma unroll
+    for (int i = 0; i < SPLIT_BF16; i++) {
+        part[i] = pack_bf16(x, y);
+        x -= hx_float_of(part[i] << 16);
+        y -= hx_float_of(part[i] & 0xFFFF0000u);
+    }
+}
+
+/* d += a b: a [16, 16] and b [16, 8] bf16. Of d, a lane has row lane / 4, columns
+ * 2 (lane % 4) and the next, and the same of row lane / 4 + 8. */
+HX_DEVICE void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
+{
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, "
+                 "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* Four matrices [8, 8] of bf16; the lanes give the addresses of their rows. */
+HX_DEVICE void load_matrices(uint32_t (&r)[4], const uint16_t *row)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"((uint32_t)__cvta_generic_to_shared(row))
+                 : "memory");
+}
+
+HX_DEVICE void load_transposed(uint32_t (&r)[4], const uint16_t *row)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"((uint32_t)__cvta_generic_to_shared(row))
+                 : "memory");
+}
+
+/* 16 bytes to shared memory on their own; zeros instead where in is false. */
+HX_DEVICE void copy16(void *to, const void *from, bool in)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                     (uint32_t)__cvta_generic_to_shared(to)),
+                 "l"(from), "r"(in ? 16 : 0)
+                 : "memory");
+}
+
+HX_DEVICE void copy_commit(void)
+{
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+/* Waits for all but the newest group. */
+HX_DEVICE void copy_wait_older(void)
+{
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+}
+
+/* Rows lane / 4 and lane / 4 + 8 of x, columns of one step of 16, as operand a. Rows from n_row
+ * on and columns from n_col on are 0. PAIRS: ld and n_col are even and x is a multiple of 8. */
+template <bool PAIRS>
+HX_DEVICE void split_rows(uint32_t (&a)[SPLIT_BF16][4], const float *x, int64_t ld, int n_row,
+                          int n_col)
+{
+    const int lane = threadIdx.x & 31, c = 2 * (lane & 3);
+
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int row = (lane >> 2) + 8 * (i & 1), col = c + 8 * (i >> 1);
+        const float *at = x + row * ld + col;
+        const bool in0 = row < n_row && col < n_col, in1 = row < n_row && col + 1 < n_col;
+        uint32_t part[SPLIT_BF16];
+        float2 v;
+
+        if (PAIRS)
+            v = in0 ? *(const float2 *)at : make_float2(0, 0);
+        else
+            v = make_float2(in0 ? at[0] : 0.0f, in1 ? at[1] : 0.0f);
+        split_bf16(v.x, v.y, part);
+#pragma unroll
+        for (int k = 0; k < SPLIT_BF16; k++)
+            a[k][i] = part[k];
+    }
+}
+
 /* ---- index scores ---------------------------------------------------- */
 
 enum {
-    SCORE_POOLS = 64, /* of a tile; a warp has half of them */
+    SCORE_POOLS = 64, /* of a tile; a warp has half of them; as MMA_POOLS */
     SCORE_HEADS = 32, /* likewise */
     SCORE_WIDTH = 128,
     SCORE_LD = SCORE_WIDTH + 4,
@@ -372,6 +470,112 @@ __global__ void __launch_bounds__(SCORE_THREADS)
     }
 }
 
+enum {
+    MMA_POOLS = 64,  /* of a tile; a warp has 16 of them and 16 heads */
+    MMA_STEPS = SCORE_WIDTH / 16,
+    MMA_KEY_LD = SCORE_WIDTH + 8,
+    MMA_THREADS = 256,
+};
+
+typedef struct {
+    uint16_t key[2][MMA_POOLS][MMA_KEY_LD];
+    float    half[MMA_POOLS];
+} mma_score_room;
+
+/* Begins to copy the keys of pools p0 on; width is a multiple of 16. */
+HX_DEVICE void mma_keys(const score_args &a, int slot, int p0, int seen, uint16_t (*to)[MMA_KEY_LD])
+{
+    const int per = HX_PAGE / a.pool_n, chunks = a.pool.width / 8;
+
+#pragma unroll
+    for (int j = 0; j < MMA_POOLS * SCORE_WIDTH / 8 / MMA_THREADS; j++) {
+        const int at = threadIdx.x + MMA_THREADS * j, r = at / chunks, c = at % chunks * 8;
+        const bool in = p0 + r < seen;
+
+        if (r < MMA_POOLS)
+            copy16(&to[r][c],
+                   (const uint16_t *)a.pool.data +
+                       (in ? page_item(a.pool, slot, p0 + r, per) + c : 0),
+                   in);
+    }
+    copy_commit();
+}
+
+/* As score_pools for up to 32 heads and keys of up to 128 bf16, on the matrix units: 8 warps,
+ * 2 groups of 16 heads times 4 of 16 pools. The queries are split once and stay in registers;
+ * keys come a tile ahead. */
+__global__ void __launch_bounds__(MMA_THREADS, 2)
+    score_pools_mma(const score_args a, const __grid_constant__ hx_cuda_spans spans)
+{
+    __shared__ __align__(16) mma_score_room room;
+    const int64_t row = a.row0 + blockIdx.y;
+    const hx_span s = hx_span_of_row(spans, row);
+    const int seen = s.n_row == 0 ? 0 : (int)((s.pos0 + (row - s.row0) + 1) / a.pool_n);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, width = a.pool.width;
+    const int h0 = (warp >> 2) * 16, h = h0 + (lane >> 2), steps = width / 16;
+    const int stride = gridDim.x * MMA_POOLS;
+    uint32_t q[MMA_STEPS][SPLIT_BF16][4];
+    float w[2];
+
+    if ((int)blockIdx.x * MMA_POOLS >= seen)
+        return;
+    mma_keys(a, s.slot, blockIdx.x * MMA_POOLS, seen, room.key[0]);
+    for (int i = 0; i < 2; i++)
+        w[i] = h + 8 * i < a.heads ? a.w[row * a.heads + h + 8 * i] * a.w_scale : 0.0f;
+#pragma unroll
+    for (int k = 0; k < MMA_STEPS; k++)
+        split_rows<true>(q[k], a.q + (row * a.heads + h0) * width + 16 * k, width, a.heads - h0,
+                         width - 16 * k);
+    for (int p0 = blockIdx.x * MMA_POOLS, turn = 0; p0 < seen; p0 += stride, turn ^= 1) {
+        float sum[2][2];
+
+        mma_keys(a, s.slot, p0 + stride, seen, room.key[turn ^ 1]);
+        copy_wait_older();
+        __syncthreads();
+#pragma unroll
+        for (int t = 0; t < 2; t++) {
+            const uint16_t *key = &room.key[turn][16 * (warp & 3) + 8 * t + (lane & 7)][lane >> 3 << 3];
+            uint32_t b[MMA_STEPS / 2][4];
+            float small[4] = {}, big[2][4] = {};
+
+#pragma unroll
+            for (int k = 0; k < MMA_STEPS / 2; k++)
+                load_matrices(b[k], key + 32 * k);
+#pragma unroll
+            for (int part = SPLIT_BF16 - 1; part >= 0; part--)
+#pragma unroll
+                for (int k = 0; k < MMA_STEPS; k++)
+                    if (k < steps)
+                        mma_bf16(part > 0 ? small : big[k / 4], q[k][part], b[k / 2][2 * (k & 1)],
+                                 b[k / 2][2 * (k & 1) + 1]);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float d0 = (big[0][i] + big[1][i]) + small[i];
+                const float d1 = (big[0][2 + i] + big[1][2 + i]) + small[2 + i];
+                float part = w[0] * fmaxf(0.0f, d0 * a.scale);
+
+                part = fmaf(w[1], fmaxf(0.0f, d1 * a.scale), part);
+                part += __shfl_xor_sync(~0u, part, 4);
+                part += __shfl_xor_sync(~0u, part, 8);
+                sum[t][i] = part + __shfl_xor_sync(~0u, part, 16);
+            }
+        }
+        const int at = 16 * (warp & 3) + 2 * lane;
+        if (warp >= 4 && lane < 4)
+            for (int t = 0; t < 4; t++)
+                room.half[at + 8 * (t >> 1) + (t & 1)] = sum[t >> 1][t & 1];
+        __syncthreads();
+        if (warp < 4 && lane < 4)
+            for (int t = 0; t < 4; t++) {
+                const int p = at + 8 * (t >> 1) + (t & 1);
+
+                if (p0 + p < seen)
+                    a.score[row * a.ld_score + p0 + p] = sum[t >> 1][t & 1] + room.half[p];
+            }
+        __syncthreads();
+    }
+}
+
 /* Positions that a row may have: what the spans say, or, where they lie on the device, what
  * a slot has pages for. */
 static int64_t most_positions(const hx_rows *r, int64_t max_page)
@@ -401,13 +605,18 @@ extern "C" int hx_cuda_index_score(hx_dev *d, const hx_index_score_args *a, hx_e
     if (a->heads > INT16_MAX)
         return hx_fail(err, HX_EUNSUP, "index_score: %lld heads, cuda takes up to %d",
                        (long long)a->heads, INT16_MAX);
+    const bool mma = k.pool.f32 == 0 && a->heads <= SCORE_HEADS && k.pool.width <= SCORE_WIDTH &&
+                     k.pool.width % 16 == 0 && ((uintptr_t)k.pool.data & 15) == 0 &&
+                     ((uintptr_t)k.q & 7) == 0;
     for (; k.row0 < a->rows.n_row; k.row0 += GRID_Y) {
         const int64_t rows = HX_MIN(a->rows.n_row - k.row0, GRID_Y);
         const dim3 grid((unsigned)HX_MIN(hx_ceil_div(pools, SCORE_POOLS),
-                                         hx_ceil_div(8 * c->n_sm, rows)),
+                                         hx_ceil_div(2 * c->n_sm, rows)),
                         (unsigned)rows);
 
-        if (k.pool.f32 != 0)
+        if (mma)
+            HX_LAUNCH(c, "index_score", err, score_pools_mma, grid, MMA_THREADS, 0, k, spans);
+        else if (k.pool.f32 != 0)
             HX_LAUNCH(c, "index_score", err, score_pools<float>, grid, SCORE_THREADS,
                       sizeof(score_room), k, spans);
         else
@@ -422,7 +631,7 @@ extern "C" int hx_cuda_index_score(hx_dev *d, const hx_index_score_args *a, hx_e
 enum {
     TOPK_THREADS = 1024,
     TOPK_BINS = 2048, /* of 11 bits, 11 bits and 10 bits of a key */
-    TOPK_EACH = 4,    /* neighbours of a thread when picks are written */
+    TOPK_EACH = 8,    /* scores that a thread reads together */
 };
 
 typedef struct {
@@ -480,19 +689,24 @@ HX_DEVICE void topk_count(const float *score, int n, uint32_t prefix, uint32_t m
     for (int i = threadIdx.x; i < TOPK_BINS; i += TOPK_THREADS)
         room->count[i] = 0;
     __syncthreads();
-    for (int i0 = 0; i0 < n; i0 += TOPK_THREADS) {
-        const int i = i0 + threadIdx.x;
-        const uint32_t key = i < n ? score_key(score[i]) : 0;
-        const bool in = i < n && ((key ^ prefix) & mask) == 0;
-        const uint32_t bin = in ? key >> shift & (TOPK_BINS - 1) : TOPK_BINS;
-        int same;
+    for (int i0 = 0; i0 < n; i0 += TOPK_THREADS * TOPK_EACH) {
+        uint32_t bin[TOPK_EACH];
 
-        __match_all_sync(~0u, bin, &same);
-        if (same != 0 && in) {
-            if ((threadIdx.x & 31) == 0)
-                atomicAdd(&room->count[bin], 32);
-        } else if (in) {
-            atomicAdd(&room->count[bin], 1);
+#pragma unroll
+        for (int e = 0; e < TOPK_EACH; e++) {
+            const int i = i0 + TOPK_THREADS * e + threadIdx.x;
+            const uint32_t key = i < n ? score_key(score[i]) : 0;
+
+            bin[e] = i < n && ((key ^ prefix) & mask) == 0 ? key >> shift & (TOPK_BINS - 1)
+                                                           : TOPK_BINS;
+        }
+#pragma unroll
+        for (int e = 0; e < TOPK_EACH; e++) {
+            int same;
+
+            __match_all_sync(~0u, bin[e], &same);
+            if (bin[e] < TOPK_BINS && (same == 0 || (threadIdx.x & 31) == 0))
+                atomicAdd(&room->count[bin[e]], same != 0 ? 32 : 1);
         }
     }
     __syncthreads();
@@ -525,13 +739,17 @@ HX_DEVICE void topk_write(const float *score, int n, uint32_t key, uint32_t ties
         const int i = i0 + TOPK_EACH * threadIdx.x;
         uint32_t k[TOPK_EACH], mine = 0, total; /* above in the low half, equal in the high */
 
+#pragma unroll
         for (int e = 0; e < TOPK_EACH; e++) {
             k[e] = i + e < n ? score_key(score[i + e]) : 0;
             mine += i + e >= n ? 0 : (k[e] > key ? 1u : 0u) + (k[e] == key ? 0x10000u : 0u);
         }
         const uint32_t before = sum_before(mine, room->warp, &total);
         uint32_t a = above + (before & 0xFFFF), q = equal + (before >> 16);
-        for (int e = 0; e < TOPK_EACH && i + e < n; e++) {
+#pragma unroll
+        for (int e = 0; e < TOPK_EACH; e++) {
+            if (i + e >= n)
+                break;
             if (k[e] > key || (k[e] == key && q < ties))
                 pick[a + min(q, ties)] = i + e;
             a += k[e] > key;
@@ -596,9 +814,10 @@ extern "C" int hx_cuda_topk(hx_dev *d, const hx_topk_args *a, hx_err *err)
 /* ---- attention over latents ------------------------------------------ */
 
 /* A row's positions are cut into at most SPLITS parts of at least SPLIT positions, by its
- * own length alone. A block has one part and 16 heads; it reads a latent once for all of
- * them, which is 16 thousand FMAs for 1,024 bytes: arithmetic bounds it, and prefill rows
- * gain nothing from sharing latents among rows as well. The parts join in a second kernel. */
+ * own length alone. A block has one part and 16 heads, which share each latent it reads; a
+ * second kernel joins the parts. bf16 latents go through the matrix units; f32 ones, which
+ * are for comparisons, through fp32 FMAs. Either way arithmetic, not memory, bounds it (16
+ * thousand FMAs for a latent of 1,024 bytes), so prefill rows share no latents. */
 enum {
     SPLIT = 64,
     SPLITS = 64,
@@ -609,15 +828,16 @@ enum {
     MAX_LATENT = 512,
     LATENT_LD = MAX_LATENT + 4,
     ATTEND_ROWS = 8, /* rows that fit into the scratch at once, at least */
+    JOIN = 4,        /* channels of a thread that joins */
 };
 
 typedef struct {
-    float         *z, *part, *norm; /* part [rows, splits, heads, width]; norm [.., 2] */
+    float         *z, *part, *norm; /* part [rows, splits, heads, ld]; norm [.., 2] */
     const float   *q;
     const int32_t *pick, *n_pick;
     page_args      cache;
     int64_t        k_pick, row0, splits;
-    int            heads, pool_n;
+    int            heads, pool_n, ld; /* ld: the width, rounded up to a multiple of JOIN */
     float          scale;
 } attend_args;
 
@@ -664,80 +884,19 @@ HX_DEVICE int position_at(const position_list &l, int i)
     return l.tail0 + (i - l.n_picked);
 }
 
-/* A tile of latents on its way: 16 bytes at a time when they lie so (VEC). */
-template <class T, bool VEC> struct tile_raw {
-    static constexpr int PER = 16 / sizeof(T), N = TILE * MAX_LATENT / PER / ATTEND_THREADS;
-    uint4 v[VEC ? N : 1];
-};
-
-/* Begins to read positions i0 .. i1 - 1 of the list, TILE at most. */
-template <class T, bool VEC>
-HX_DEVICE void tile_load(const attend_args &a, const position_list &l, int i0, int i1,
-                         tile_raw<T, VEC> &raw)
+/* Puts positions i0 on of the list, TILE at most, into shared memory, 0 past end and past the
+ * width. */
+HX_DEVICE void tile_fill(const attend_args &a, const position_list &l, int i0, int end, int pad,
+                         attend_room *room)
 {
-    typedef tile_raw<T, VEC> R;
-    const int chunks = a.cache.width / R::PER;
+    for (int r = threadIdx.x / 32; r < TILE; r += ATTEND_WARPS) {
+        const bool in = i0 + r < end;
+        const float *c = (const float *)a.cache.data +
+                         (in ? page_item(a.cache, l.slot, position_at(l, i0 + r), HX_PAGE) : 0);
 
-    if (VEC)
-#pragma unroll
-        for (int j = 0; j < R::N; j++) {
-            const int at = threadIdx.x + ATTEND_THREADS * j, i = i0 + at / chunks;
-
-            raw.v[j] = make_uint4(0, 0, 0, 0);
-            if (at / chunks < TILE && i < i1) {
-                const int64_t from = page_item(a.cache, l.slot, position_at(l, i), HX_PAGE);
-
-                raw.v[j] = *((const uint4 *)((const T *)a.cache.data + from) + at % chunks);
-            }
-        }
-}
-
-HX_DEVICE void widen16(float *to, uint4 v, float)
-{
-    *(uint4 *)to = v;
-}
-
-HX_DEVICE void widen16(float *to, uint4 v, uint16_t)
-{
-    const uint32_t w[4] = { v.x, v.y, v.z, v.w };
-    float f[8];
-
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        f[2 * i] = hx_float_of(w[i] << 16);
-        f[2 * i + 1] = hx_float_of(w[i] & 0xFFFF0000u);
-    }
-    *(float4 *)to = make_float4(f[0], f[1], f[2], f[3]);
-    *(float4 *)(to + 4) = make_float4(f[4], f[5], f[6], f[7]);
-}
-
-/* Puts the tile into shared memory as f32, 0 past its end and past the width. */
-template <class T, bool VEC>
-HX_DEVICE void tile_store(const attend_args &a, const position_list &l, int i0, int i1, int pad,
-                          const tile_raw<T, VEC> &raw, attend_room *room)
-{
-    typedef tile_raw<T, VEC> R;
-
-    if (VEC) {
-        const int chunks = a.cache.width / R::PER;
-
-#pragma unroll
-        for (int j = 0; j < R::N; j++) {
-            const int at = threadIdx.x + ATTEND_THREADS * j;
-
-            if (at / chunks < TILE)
-                widen16(&room->c[at / chunks][at % chunks * R::PER], raw.v[j], T());
-        }
-    } else {
-        for (int r = threadIdx.x / 32; r < TILE; r += ATTEND_WARPS) {
-            const bool in = i0 + r < i1;
-            const int64_t from =
-                in ? page_item(a.cache, l.slot, position_at(l, i0 + r), HX_PAGE) : 0;
-
-            for (int d = threadIdx.x & 31; d < pad; d += 32)
-                room->c[r][d] =
-                    in && d < a.cache.width ? wide(((const T *)a.cache.data)[from + d]) : 0.0f;
-        }
+#pragma unroll 4
+        for (int d = threadIdx.x & 31; d < pad; d += 32)
+            room->c[r][d] = in && d < a.cache.width ? c[d] : 0.0f;
     }
 }
 
@@ -809,58 +968,289 @@ HX_DEVICE void attend_blend(float (&z)[8][4], int pad, const attend_room *room)
     }
 }
 
-/* One block: one part of one row's positions, 16 heads. Grid (splits * heads / 16, rows).
- * Shared memory: the queries, a tile of 16 latents, both f32, and their scores, 74 KiB. Moves
- * the latents once for 16 heads, and writes a partial result of each. */
-template <class T, bool VEC>
+/* What a block works on. */
+struct attend_part {
+    position_list l;
+    int           head0, n_head, begin, end;
+    int64_t       row, at; /* row of q; where the part of head0 goes, in heads */
+};
+
+HX_DEVICE attend_part attend_begin(const attend_args &a, const hx_cuda_spans &spans)
+{
+    const int groups = (a.heads + HEADS - 1) / HEADS, part = (int)blockIdx.x / groups;
+    attend_part x;
+
+    x.row = a.row0 + blockIdx.y;
+    x.l = positions_of(a, spans, x.row);
+    x.head0 = (int)blockIdx.x % groups * HEADS;
+    x.n_head = min(HEADS, a.heads - x.head0);
+    x.begin = part * x.l.split;
+    x.end = min(x.l.n, x.begin + x.l.split);
+    x.at = ((int64_t)blockIdx.y * a.splits + part) * a.heads + x.head0;
+    return x;
+}
+
+/* The running softmax of a head, known to its 16 lanes. */
+HX_DEVICE void attend_norm(const attend_args &a, const attend_part &x, float top, float mass)
+{
+    const int h = threadIdx.x >> 4;
+
+    if ((threadIdx.x & 15) == 0 && h < x.n_head) {
+        a.norm[2 * (x.at + h)] = top;
+        a.norm[2 * (x.at + h) + 1] = mass;
+    }
+}
+
+/* One block: one part of one row's positions, 16 heads, f32 latents. Grid (splits * heads /
+ * 16, rows). Shared memory: the queries, a tile of 16 latents and its scores, 74 KiB. */
 __global__ void __launch_bounds__(ATTEND_THREADS, 2)
     attend_parts(const attend_args a, const __grid_constant__ hx_cuda_spans spans)
 {
     extern __shared__ __align__(16) char shared[];
     attend_room *room = (attend_room *)shared;
-    const int groups = (a.heads + HEADS - 1) / HEADS, width = a.cache.width;
-    const int part = (int)blockIdx.x / groups, head0 = (int)blockIdx.x % groups * HEADS;
-    const int n_head = min(HEADS, a.heads - head0), pad = (width + 31) & ~31;
-    const int64_t row = a.row0 + blockIdx.y;
-    const position_list l = positions_of(a, spans, row);
-    const int begin = part * l.split, end = min(l.n, begin + l.split);
+    const attend_part x = attend_begin(a, spans);
+    const int width = a.cache.width, pad = (width + 31) & ~31;
     float z[8][4] = {}, top = -INFINITY, mass = 0;
-    tile_raw<T, VEC> raw;
 
-    if (begin >= l.n)
+    if (x.begin >= x.l.n)
         return;
-    tile_load<T, VEC>(a, l, begin, end, raw);
     for (int h = threadIdx.x / 32; h < HEADS; h += ATTEND_WARPS)
         for (int d = threadIdx.x & 31; d < pad; d += 32)
-            room->q[h][d] = h < n_head && d < width
-                                ? a.q[(row * a.heads + head0 + h) * width + d]
+            room->q[h][d] = h < x.n_head && d < width
+                                ? a.q[(x.row * a.heads + x.head0 + h) * width + d]
                                 : 0.0f;
-    if (VEC && pad > width)
-        for (int i = threadIdx.x; i < TILE * (pad - width); i += ATTEND_THREADS)
-            room->c[i / (pad - width)][width + i % (pad - width)] = 0;
-    for (int i0 = begin; i0 < end; i0 += TILE) {
-        tile_store<T, VEC>(a, l, i0, end, pad, raw, room);
+    for (int i0 = x.begin; i0 < x.end; i0 += TILE) {
+        tile_fill(a, x.l, i0, x.end, pad, room);
         __syncthreads();
-        tile_load<T, VEC>(a, l, i0 + TILE, end, raw);
         attend_dots(pad, room);
         __syncthreads();
-        attend_soften(a.scale, end - i0, top, mass, room);
+        attend_soften(a.scale, x.end - i0, top, mass, room);
         __syncthreads();
         attend_blend(z, pad, room);
         __syncthreads();
     }
-    const int64_t at = ((int64_t)blockIdx.y * a.splits + part) * a.heads + head0;
     const int h0 = (threadIdx.x >> 7) * 8, d = (threadIdx.x & 127) * 4;
 #pragma unroll
     for (int h = 0; h < 8; h++)
 #pragma unroll
         for (int e = 0; e < 4; e++)
-            if (h0 + h < n_head && d + e < width)
-                a.part[(at + h0 + h) * width + d + e] = z[h][e];
-    if ((threadIdx.x & 15) == 0 && (int)(threadIdx.x >> 4) < n_head) {
-        a.norm[2 * (at + (threadIdx.x >> 4))] = top;
-        a.norm[2 * (at + (threadIdx.x >> 4)) + 1] = mass;
+            if (h0 + h < x.n_head && d + e < width)
+                a.part[(x.at + h0 + h) * a.ld + d + e] = z[h][e];
+    attend_norm(a, x, top, mass);
+}
+
+/* The same for bf16 latents. 8 warps; for scores a warp has an eighth of the channels and
+ * all latents of a tile, for z an eighth of the channels too. */
+enum {
+    MMA_TILE = 32,
+    MMA_LD = MAX_LATENT + 8, /* so that 8 rows at one column lie in different banks */
+    MMA_DOT_LD = MMA_TILE + 8,
+    MMA_P_LD = MMA_TILE + 8,
+    MMA_PART = MAX_LATENT / ATTEND_WARPS, /* channels of a warp, at most */
+};
+
+typedef struct {
+    uint16_t c[2][MMA_TILE][MMA_LD]; /* the tile at work and the next */
+    float    dot[ATTEND_WARPS][HEADS][MMA_DOT_LD];
+    uint16_t p[SPLIT_BF16][HEADS][MMA_P_LD];
+    float    keep[HEADS];
+    int64_t  from[2 * MMA_TILE];     /* where the latents of two tiles begin */
+} mma_room;
+
+/* Where latent i of the list begins; negative past the end. */
+HX_DEVICE int64_t mma_find(const attend_args &a, const attend_part &x, int i)
+{
+    return i < x.end ? page_item(a.cache, x.l.slot, position_at(x.l, i), HX_PAGE) : -1;
+}
+
+/* Begins to copy the latents that begin at from[0 .. MMA_TILE), 0 past the width. VEC: 16 bytes
+ * at a time. */
+template <bool VEC>
+HX_DEVICE void mma_tile(const attend_args &a, const int64_t *from, int pad, uint16_t (*to)[MMA_LD])
+{
+    const uint16_t *data = (const uint16_t *)a.cache.data;
+    const int lane = threadIdx.x & 31, width = a.cache.width;
+
+#pragma unroll
+    for (int j = 0; j < MMA_TILE / ATTEND_WARPS; j++) {
+        const int r = (threadIdx.x >> 5) + ATTEND_WARPS * j;
+        const int64_t at = from[r];
+
+        if (VEC) {
+#pragma unroll
+            for (int c = 0; c < MAX_LATENT; c += 256)
+                if (c + 8 * lane < width)
+                    copy16(&to[r][c + 8 * lane], data + (at < 0 ? 0 : at + c + 8 * lane), at >= 0);
+        } else {
+            for (int d = lane; d < width; d += 32)
+                to[r][d] = at < 0 ? 0 : data[at + d];
+        }
+        for (int d = width + lane; d < pad; d += 32)
+            to[r][d] = 0;
     }
+    copy_commit();
+}
+
+/* Scores of a tile over the warp's steps of 16 channels. */
+HX_DEVICE void mma_dots(const uint32_t (&q)[MMA_PART / 16][SPLIT_BF16][4], int steps,
+                        const uint16_t *c, float (*dot)[MMA_DOT_LD])
+{
+    const int lane = threadIdx.x & 31;
+
+#pragma unroll
+    for (int n = 0; n < MMA_TILE; n += 8) {
+        const uint16_t *at = c + (n + (lane & 7)) * MMA_LD + (lane >> 3 << 3);
+        uint32_t b[MMA_PART / 32][4];
+        float d[4] = {};
+
+#pragma unroll
+        for (int k = 0; k < MMA_PART / 32; k++)
+            if (2 * k < steps)
+                load_matrices(b[k], at + 32 * k);
+#pragma unroll
+        for (int part = SPLIT_BF16 - 1; part >= 0; part--)
+#pragma unroll
+            for (int k = 0; k < MMA_PART / 16; k++)
+                if (k < steps)
+                    mma_bf16(d, q[k][part], b[k / 2][2 * (k & 1)], b[k / 2][2 * (k & 1) + 1]);
+        float *to = &dot[lane >> 2][n + 2 * (lane & 3)];
+        *(float2 *)to = make_float2(d[0], d[1]);
+        *(float2 *)(to + 8 * MMA_DOT_LD) = make_float2(d[2], d[3]);
+    }
+}
+
+/* As attend_soften; a thread has one head and two latents. */
+HX_DEVICE void mma_soften(float scale, int n, float &top, float &mass, mma_room *room)
+{
+    const int h = threadIdx.x >> 4, i = 2 * (threadIdx.x & 15);
+    float s[2] = { 0, 0 }, best, sum;
+    uint32_t part[SPLIT_BF16];
+
+#pragma unroll
+    for (int w = 0; w < ATTEND_WARPS; w++) {
+        const float2 v = *(const float2 *)&room->dot[w][h][i];
+
+        s[0] += v.x;
+        s[1] += v.y;
+    }
+    s[0] = i < n ? s[0] * scale : -INFINITY;
+    s[1] = i + 1 < n ? s[1] * scale : -INFINITY;
+    best = fmaxf(s[0], s[1]);
+    for (int d = 8; d > 0; d /= 2)
+        best = fmaxf(best, __shfl_xor_sync(~0u, best, d));
+    best = fmaxf(best, top);
+    const float p0 = i < n ? expf(s[0] - best) : 0.0f;
+    const float p1 = i + 1 < n ? expf(s[1] - best) : 0.0f, keep = expf(top - best);
+    sum = p0 + p1;
+    for (int d = 8; d > 0; d /= 2)
+        sum += __shfl_xor_sync(~0u, sum, d);
+    mass = fmaf(mass, keep, sum);
+    top = best;
+    split_bf16(p0, p1, part);
+#pragma unroll
+    for (int k = 0; k < SPLIT_BF16; k++)
+        *(uint32_t *)&room->p[k][h][i] = part[k];
+    if (i == 0)
+        room->keep[h] = keep;
+}
+
+/* z = keep z + p c over the warp's channels, 16 at a time. */
+HX_DEVICE void mma_blend(float (&z)[MMA_PART / 8][4], int steps, const uint16_t *c,
+                         const mma_room *room)
+{
+    const int lane = threadIdx.x & 31, r = (lane & 7) + (lane & 8), half = lane >> 4 << 3;
+    const float keep0 = room->keep[lane >> 2], keep1 = room->keep[(lane >> 2) + 8];
+    uint32_t p[MMA_TILE / 16][SPLIT_BF16][4];
+
+#pragma unroll
+    for (int k = 0; k < MMA_TILE / 16; k++)
+#pragma unroll
+        for (int part = 0; part < SPLIT_BF16; part++)
+            load_matrices(p[k][part], &room->p[part][r][16 * k + half]);
+#pragma unroll
+    for (int n = 0; n < MMA_PART / 16; n++) {
+        uint32_t b[MMA_TILE / 16][4];
+        float d[2][4] = {};
+
+        if (n >= steps)
+            break;
+#pragma unroll
+        for (int k = 0; k < MMA_TILE / 16; k++)
+            load_transposed(b[k], c + (16 * k + r) * MMA_LD + 16 * n + half);
+#pragma unroll
+        for (int part = SPLIT_BF16 - 1; part >= 0; part--)
+#pragma unroll
+            for (int k = 0; k < MMA_TILE / 16; k++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    mma_bf16(d[i], p[k][part], b[k][2 * i], b[k][2 * i + 1]);
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                z[2 * n + i][e] = fmaf(z[2 * n + i][e], e < 2 ? keep0 : keep1, d[i][e]);
+    }
+}
+
+/* Grid as attend_parts. Shared memory: two tiles of 32 latents, the scores of a tile from
+ * each warp, its weights; 91 KiB. Queries stay in registers, as three bf16 each. */
+template <bool VEC>
+__global__ void __launch_bounds__(ATTEND_THREADS, 2)
+    attend_parts_mma(const attend_args a, const __grid_constant__ hx_cuda_spans spans)
+{
+    extern __shared__ __align__(16) char shared[];
+    mma_room *room = (mma_room *)shared;
+    const attend_part x = attend_begin(a, spans);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, width = a.cache.width;
+    const int pad = (width + 127) & ~127, steps = pad / (16 * ATTEND_WARPS), d0 = 16 * warp * steps;
+    uint32_t q[MMA_PART / 16][SPLIT_BF16][4];
+    float z[MMA_PART / 8][4] = {}, top = -INFINITY, mass = 0;
+
+    if (x.begin >= x.l.n)
+        return;
+    if (threadIdx.x < 2 * MMA_TILE)
+        room->from[threadIdx.x] = mma_find(a, x, x.begin + (int)threadIdx.x);
+    __syncthreads();
+    mma_tile<VEC>(a, room->from, pad, room->c[0]);
+    mma_tile<VEC>(a, room->from + MMA_TILE, pad, room->c[1]);
+#pragma unroll
+    for (int k = 0; k < MMA_PART / 16; k++)
+        if (k < steps)
+            split_rows<VEC>(q[k], a.q + (x.row * a.heads + x.head0) * width + d0 + 16 * k, width,
+                            x.n_head, width - d0 - 16 * k);
+    for (int i0 = x.begin, turn = 0; i0 < x.end; i0 += MMA_TILE, turn ^= 1) {
+        const uint16_t *c = room->c[turn][0];
+
+        copy_wait_older();
+        __syncthreads();
+        if (threadIdx.x < MMA_TILE)
+            room->from[threadIdx.x] = mma_find(a, x, i0 + 2 * MMA_TILE + (int)threadIdx.x);
+        mma_dots(q, steps, c + d0, room->dot[warp]);
+        __syncthreads();
+        mma_soften(a.scale, x.end - i0, top, mass, room);
+        __syncthreads();
+        mma_blend(z, steps, c + d0, room);
+        __syncthreads();
+        mma_tile<VEC>(a, room->from, pad, room->c[turn]);
+    }
+#pragma unroll
+    for (int n = 0; n < MMA_PART / 8; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int h = (lane >> 2) + 8 * i, d = d0 + 8 * n + 2 * (lane & 3);
+            float *to = a.part + (x.at + h) * a.ld + d;
+
+            if (n >= 2 * steps || h >= x.n_head || d >= width)
+                continue;
+            if (VEC) {
+                *(float2 *)to = make_float2(z[n][2 * i], z[n][2 * i + 1]);
+            } else {
+                to[0] = z[n][2 * i];
+                if (d + 1 < width)
+                    to[1] = z[n][2 * i + 1];
+            }
+        }
+    attend_norm(a, x, top, mass);
 }
 
 /* One block: one head of one row. Grid (heads, rows). Joins the parts in ascending order;
@@ -868,30 +1258,38 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2)
 __global__ void __launch_bounds__(ROW_THREADS)
     attend_join(const attend_args a, const __grid_constant__ hx_cuda_spans spans)
 {
-    __shared__ float weight[SPLITS];
+    __shared__ float weight[SPLITS], room[33];
     const int64_t row = a.row0 + blockIdx.y;
     const position_list l = positions_of(a, spans, row);
     const int n = (l.n + l.split - 1) / l.split, width = a.cache.width;
     const int64_t first = (int64_t)blockIdx.y * a.splits * a.heads + blockIdx.x;
-    float top = -INFINITY, mass = 0;
+    const bool mine = (int)threadIdx.x < n;
+    const float *norm = a.norm + 2 * (first + (int64_t)threadIdx.x * a.heads);
 
     if (n == 0)
         return;
-    for (int i = 0; i < n; i++)
-        top = fmaxf(top, a.norm[2 * (first + (int64_t)i * a.heads)]);
-    if ((int)threadIdx.x < n)
-        weight[threadIdx.x] =
-            expf(a.norm[2 * (first + (int64_t)threadIdx.x * a.heads)] - top);
-    __syncthreads();
-    for (int i = 0; i < n; i++)
-        mass = fmaf(a.norm[2 * (first + (int64_t)i * a.heads) + 1], weight[i], mass);
-    for (int d = threadIdx.x; d < width; d += ROW_THREADS) {
-        float z = 0;
+    const float top = mine ? norm[0] : -INFINITY, mass = mine ? norm[1] : 0.0f;
+    const float best = hx_block_max(top, room), w = mine ? expf(top - best) : 0.0f;
+    if (mine)
+        weight[threadIdx.x] = w;
+    const float total = hx_block_sum(mass * w, room);
+    const int64_t ld = (int64_t)a.heads * a.ld;
+    for (int d = JOIN * threadIdx.x; d < width; d += JOIN * ROW_THREADS) {
+        const float *part = a.part + first * a.ld + d;
+        float z[JOIN] = {};
 
-#pragma unroll 4
-        for (int i = 0; i < n; i++)
-            z = fmaf(a.part[(first + (int64_t)i * a.heads) * width + d], weight[i], z);
-        a.z[(row * a.heads + blockIdx.x) * width + d] = z / mass;
+        /* many loads at once: there is one block for a head, and it waits for them alone */
+#pragma unroll 16
+        for (int i = 0; i < n; i++) {
+            const float4 v = *(const float4 *)(part + i * ld);
+
+            z[0] = fmaf(v.x, weight[i], z[0]);
+            z[1] = fmaf(v.y, weight[i], z[1]);
+            z[2] = fmaf(v.z, weight[i], z[2]);
+            z[3] = fmaf(v.w, weight[i], z[3]);
+        }
+        for (int e = 0; e < JOIN && d + e < width; e++)
+            a.z[(row * a.heads + blockIdx.x) * width + d + e] = z[e] / total;
     }
 }
 
@@ -918,32 +1316,23 @@ size_t hx_cuda_attn_scratch_bytes(const hx_dev_limits *l, int n_sm)
                         MAX_LATENT);
 }
 
-template <class T, bool VEC>
-static int attend_launch(hx_cuda *c, const attend_args *k, const hx_cuda_spans *spans,
-                         int64_t rows, hx_err *err)
-{
-    const int64_t groups = hx_ceil_div(k->heads, HEADS);
-
-    HX_LAUNCH(c, "mla_attend", err, (attend_parts<T, VEC>),
-              dim3((unsigned)(k->splits * groups), (unsigned)rows), ATTEND_THREADS,
-              sizeof(attend_room), *k, *spans);
-    HX_LAUNCH(c, "mla_attend", err, attend_join, dim3((unsigned)k->heads, (unsigned)rows),
-              ROW_THREADS, 0, *k, *spans);
-    return 0;
-}
-
 static int attend_rows(hx_cuda *c, const attend_args *k, const hx_cuda_spans *spans, int64_t rows,
                        hx_err *err)
 {
-    const int per = k->cache.f32 != 0 ? 4 : 8;
-    const bool vec =
-        k->cache.width % per == 0 && ((uintptr_t)k->cache.data & 15) == 0;
+    const dim3 grid((unsigned)(k->splits * hx_ceil_div(k->heads, HEADS)), (unsigned)rows);
 
     if (k->cache.f32 != 0)
-        return vec ? attend_launch<float, true>(c, k, spans, rows, err)
-                   : attend_launch<float, false>(c, k, spans, rows, err);
-    return vec ? attend_launch<uint16_t, true>(c, k, spans, rows, err)
-               : attend_launch<uint16_t, false>(c, k, spans, rows, err);
+        HX_LAUNCH(c, "mla_attend", err, attend_parts, grid, ATTEND_THREADS, sizeof(attend_room),
+                  *k, *spans);
+    else if (k->cache.width % 8 == 0 && (((uintptr_t)k->cache.data | (uintptr_t)k->q) & 15) == 0)
+        HX_LAUNCH(c, "mla_attend", err, attend_parts_mma<true>, grid, ATTEND_THREADS,
+                  sizeof(mma_room), *k, *spans);
+    else
+        HX_LAUNCH(c, "mla_attend", err, attend_parts_mma<false>, grid, ATTEND_THREADS,
+                  sizeof(mma_room), *k, *spans);
+    HX_LAUNCH(c, "mla_attend", err, attend_join, dim3((unsigned)k->heads, (unsigned)rows),
+              ROW_THREADS, 0, *k, *spans);
+    return 0;
 }
 
 extern "C" int hx_cuda_mla_attend(hx_dev *d, const hx_mla_attend_args *a, hx_err *err)
@@ -961,8 +1350,9 @@ extern "C" int hx_cuda_mla_attend(hx_dev *d, const hx_mla_attend_args *a, hx_err
                       most_splits(a),
                       (int)a->heads,
                       (int)a->pool_n,
+                      (int)hx_ceil_div(a->cache.width, JOIN) * JOIN,
                       a->scale };
-    const size_t each = attend_bytes(k.splits, a->heads, a->cache.width);
+    const size_t each = attend_bytes(k.splits, a->heads, k.ld);
     const int64_t fit = HX_MIN((int64_t)(c->scratch_bytes / each), GRID_Y);
     hx_cuda_spans spans;
     int rc;
@@ -982,7 +1372,7 @@ extern "C" int hx_cuda_mla_attend(hx_dev *d, const hx_mla_attend_args *a, hx_err
     for (; k.row0 < a->rows.n_row; k.row0 += fit) {
         const int64_t rows = HX_MIN(a->rows.n_row - k.row0, fit);
 
-        k.norm = k.part + rows * k.splits * a->heads * a->cache.width;
+        k.norm = k.part + rows * k.splits * a->heads * k.ld;
         if ((rc = attend_rows(c, &k, &spans, rows, err)) != 0)
             return rc;
     }

@@ -48,6 +48,9 @@ int  hx_cuda_count(void);
 HX_CUDA_OPS(X)
 #undef X
 
+/* What sample leaves as the id of a row that has none to choose; the host looks at it. */
+enum { HX_SAMPLE_BAD_LOGIT = -1, HX_SAMPLE_ALL_BANNED = -2 };
+
 /* Scratch that the largest operation of each file needs. Shared: contents last one call. */
 size_t hx_cuda_ops_scratch_bytes(const hx_dev_limits *l);
 size_t hx_cuda_product_scratch_bytes(const hx_dev_limits *l, int n_sm);

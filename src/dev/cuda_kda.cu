@@ -247,14 +247,17 @@ extern "C" int hx_cuda_kda_out(hx_dev *d, const hx_kda_out_args *a, hx_err *err)
 
 /* ---- gated delta rule ------------------------------------------------ */
 
-/* A block has 32 columns of a head's state [K, V], a warp 8: lane = 8 * pair + part holds,
- * of the two columns of its pair, rows k = 32 i + 4 part + e, e < 4, i < KI. A sum over k is
- * a chain of FMAs in order of k inside a lane and a butterfly over the 8 parts. */
+/* A block has 32 columns of a head's state [K, V], a warp 8: lane = 16 * group + part holds,
+ * of the four columns of its group, rows k = 64 i + 4 part + e, e < 4, i < K / 64. So a row's
+ * operands, which all columns share, come out of shared memory half as often as with two
+ * columns a lane. A sum over k is a chain of FMAs in order of k inside a lane and a tree over
+ * the 16 parts. */
 enum {
-    KDA_WARPS = 4,
-    KDA_THREADS = 32 * KDA_WARPS,
+    KDA_WARPS = 4,  /* that run rows */
+    KDA_MAKERS = 2, /* that prepare the next ones meanwhile, in prefill */
     KDA_COLS = 32,
     MAX_WIDTH = 128,
+    MINE = 4, /* columns of a lane */
 };
 
 typedef struct {
@@ -265,21 +268,21 @@ typedef struct {
     int          heads, width;
 } kda_args;
 
-/* KI: rows of the state / 32. HOLD: decode, where the new rows become pending and the state
- * moves past the folded ones only; all rows are one batch. Otherwise prefill. */
-template <int KI_, bool HOLD_> struct kda_shape {
-    static constexpr int KI = KI_;
+/* K: the width rounded up. HOLD: decode, where the new rows become pending and the state moves
+ * past the folded ones only; all rows are one batch. Otherwise prefill. */
+template <int K_, bool HOLD_> struct kda_shape {
+    static constexpr int K = K_, KI = K / 64, LANE = K / 32; /* elements of a lane in a vector */
     static constexpr bool HOLD = HOLD_;
     static constexpr int BATCH = HOLD ? 2 * HX_PEND_MAX : 8; /* rows prepared together */
-    static constexpr int EACH = BATCH / KDA_WARPS;           /* by one warp */
+    static constexpr int THREADS = 32 * (KDA_WARPS + (HOLD ? 0 : KDA_MAKERS));
     /* A prepared row: decay k', decay q', k', decay, v of the columns, beta, k' q'. */
-    static constexpr int K = 32 * KI, V = 4 * K, BETA = V + KDA_COLS, ROW = BETA + 4;
+    static constexpr int V = 4 * K, BETA = V + KDA_COLS, ROW = BETA + 4;
     static constexpr size_t SHARED = (HOLD ? 1 : 2) * BATCH * ROW * sizeof(float);
 };
 
 /* A row as it comes from memory: lane has k = lane + 32 j. */
 template <class T> struct kda_raw {
-    float q[T::KI], k[T::KI], g[T::KI], v, beta;
+    float q[T::LANE], k[T::LANE], g[T::LANE], v, beta;
 };
 
 /* One head of one span, as a block sees it. */
@@ -302,9 +305,6 @@ static __device__ __forceinline__ void kda_load(const kda_head &x, int i, kda_ra
 {
     const kda_args &a = x.a;
     const int lane = threadIdx.x & 31;
-
-    if (i >= x.n)
-        return;
     const bool folded = i < x.s.commit;
     const int64_t row = (int64_t)x.s.row0 + i - x.s.commit;
     const int64_t in = row * a.ld + (int64_t)x.h * a.width;
@@ -313,7 +313,7 @@ static __device__ __forceinline__ void kda_load(const kda_head &x, int i, kda_ra
     const float *g = folded ? rec + 2 * a.width : a.g + (row * a.heads + x.h) * a.width;
 
 #pragma unroll
-    for (int j = 0; j < T::KI; j++) {
+    for (int j = 0; j < T::LANE; j++) {
         const int at = lane + 32 * j;
         const bool ok = at < a.width;
 
@@ -325,26 +325,25 @@ static __device__ __forceinline__ void kda_load(const kda_head &x, int i, kda_ra
     r.beta = folded ? rec[3 * a.width] : a.beta[row * a.heads + x.h];
 }
 
-/* Normalises the row and writes what the recurrence wants to shared memory. */
+/* Normalises the row, if it is fresh (pending ones are), and writes what the recurrence wants to
+ * shared memory. */
 template <class T>
-static __device__ __forceinline__ void kda_prepare(const kda_head &x, int i, kda_raw<T> &r,
+static __device__ __forceinline__ void kda_prepare(const kda_head &x, kda_raw<T> &r, bool fresh,
                                                    float *to)
 {
     const int lane = threadIdx.x & 31;
     float kk = 0, qq = 0, kq = 0;
 
-    if (i >= x.n)
-        return;
-    if (i >= x.s.commit) {
+    if (fresh) {
 #pragma unroll
-        for (int j = 0; j < T::KI; j++) {
+        for (int j = 0; j < T::LANE; j++) {
             kk = fmaf(r.k[j], r.k[j], kk);
             qq = fmaf(r.q[j], r.q[j], qq);
         }
         const float ks = 1.0f / sqrtf(hx_warp_sum(kk) + 1e-6f);
         const float qs = 1.0f / sqrtf((hx_warp_sum(qq) + 1e-6f) * (float)x.a.width);
 #pragma unroll
-        for (int j = 0; j < T::KI; j++) {
+        for (int j = 0; j < T::LANE; j++) {
             r.k[j] *= ks;
             r.q[j] *= qs;
             kq = fmaf(r.k[j], r.q[j], kq);
@@ -352,7 +351,7 @@ static __device__ __forceinline__ void kda_prepare(const kda_head &x, int i, kda
         kq = hx_warp_sum(kq);
     }
 #pragma unroll
-    for (int j = 0; j < T::KI; j++) {
+    for (int j = 0; j < T::LANE; j++) {
         const int at = lane + 32 * j;
         const float decay = expf(r.g[j]);
 
@@ -386,144 +385,157 @@ static __device__ __forceinline__ void kda_hold(const kda_head &x, const float *
     __syncthreads();
     if (last == 0)
         return;
-    for (int t = 0; t < x.s.n_row; t++) {
+    for (int i = threadIdx.x; i < x.s.n_row * a.width; i += 32 * KDA_WARPS) {
+        const int t = i / a.width, d = i % a.width;
         const int64_t row = (int64_t)x.s.row0 + t;
         const float *in = room + (x.s.commit + t) * T::ROW;
         float *rec = x.record(t);
 
-        for (int d = threadIdx.x; d < a.width; d += KDA_THREADS) {
-            rec[d] = in[2 * T::K + d];
-            rec[a.width + d] = a.v[row * a.ld + (int64_t)x.h * a.width + d];
-            rec[2 * a.width + d] = a.g[(row * a.heads + x.h) * a.width + d];
-        }
-        if (threadIdx.x == 0)
+        rec[d] = in[2 * T::K + d];
+        rec[a.width + d] = a.v[row * a.ld + (int64_t)x.h * a.width + d];
+        rec[2 * a.width + d] = a.g[(row * a.heads + x.h) * a.width + d];
+        if (d == 0)
             rec[3 * a.width] = in[T::BETA];
     }
 }
 
-HX_DEVICE float parts_sum(float v)
+/* Sums of four values over the 16 lanes of a group; lane has that of column part % 4. */
+HX_DEVICE float parts_sum(const float (&v)[MINE])
 {
-    v += __shfl_xor_sync(~0u, v, 1);
-    v += __shfl_xor_sync(~0u, v, 2);
-    v += __shfl_xor_sync(~0u, v, 4);
-    return v;
+    const int part = threadIdx.x & 15;
+    const bool odd = (part & 1) != 0, high = (part & 2) != 0;
+    const float a = (odd ? v[1] : v[0]) + __shfl_xor_sync(~0u, odd ? v[0] : v[1], 1);
+    const float b = (odd ? v[3] : v[2]) + __shfl_xor_sync(~0u, odd ? v[2] : v[3], 1);
+    float s = (high ? b : a) + __shfl_xor_sync(~0u, high ? a : b, 2);
+
+    s += __shfl_xor_sync(~0u, s, 4);
+    return s + __shfl_xor_sync(~0u, s, 8);
 }
 
 /* The lane's piece of the state: [i][e][column]. */
 template <class T> struct kda_state {
-    float s[T::KI][4][2];
+    float s[T::KI][4][MINE];
 };
 
+HX_DEVICE void four(float (&to)[4], const float *p)
+{
+    const float4 v = *(const float4 *)p;
+
+    to[0] = v.x;
+    to[1] = v.y;
+    to[2] = v.z;
+    to[3] = v.w;
+}
+
 /* One row: w = beta (v - (decay S)^T k'), o = (decay S)^T q' + (k' q') w, and, where the
- * state is still needed, S = decay S + k' w^T. o: of the lane's columns, of which n_col lie
- * inside, or NULL. */
+ * state is still needed, S = decay S + k' w^T. A lane computes w and o of column part % 4 of
+ * its group. o: where that goes, or NULL. */
 template <class T>
 static __device__ __forceinline__ void kda_row(kda_state<T> &st, const float *row, int col,
-                                               bool move, float *o, int n_col)
+                                               bool move, float *o)
 {
-    const int part = threadIdx.x & 7;
-    const float4 *dk = (const float4 *)row + part, *dq = (const float4 *)(row + T::K) + part;
-    const float4 *k = (const float4 *)(row + 2 * T::K) + part;
-    const float4 *decay = (const float4 *)(row + 3 * T::K) + part;
-    const float2 v = *(const float2 *)(row + T::V + col);
+    const int part = threadIdx.x & 15;
     const float2 bk = *(const float2 *)(row + T::BETA); /* beta, k' q' */
-    float u[2] = { 0, 0 }, p[2] = { 0, 0 };
+    const float v = row[T::V + col + (part & 3)];
+    float u[MINE] = {}, p[MINE] = {}, w[MINE];
 
 #pragma unroll
     for (int i = 0; i < T::KI; i++) {
-        const float4 a = dk[8 * i], b = dq[8 * i];
-        const float ka[4] = { a.x, a.y, a.z, a.w }, qa[4] = { b.x, b.y, b.z, b.w };
+        float dk[4], dq[4];
 
+        four(dk, row + 64 * i + 4 * part);
+        four(dq, row + T::K + 64 * i + 4 * part);
 #pragma unroll
         for (int e = 0; e < 4; e++)
 #pragma unroll
-            for (int c = 0; c < 2; c++) {
-                u[c] = fmaf(ka[e], st.s[i][e][c], u[c]);
-                p[c] = fmaf(qa[e], st.s[i][e][c], p[c]);
+            for (int c = 0; c < MINE; c++) {
+                u[c] = fmaf(dk[e], st.s[i][e][c], u[c]);
+                p[c] = fmaf(dq[e], st.s[i][e][c], p[c]);
             }
     }
-    const float w[2] = { bk.x * (v.x - parts_sum(u[0])), bk.x * (v.y - parts_sum(u[1])) };
+    const float mine = bk.x * (v - parts_sum(u)), out = fmaf(bk.y, mine, parts_sum(p));
     if (move) {
 #pragma unroll
+        for (int c = 0; c < MINE; c++)
+            w[c] = __shfl_sync(~0u, mine, c, 16);
+#pragma unroll
         for (int i = 0; i < T::KI; i++) {
-            const float4 a = k[8 * i], b = decay[8 * i];
-            const float ka[4] = { a.x, a.y, a.z, a.w }, da[4] = { b.x, b.y, b.z, b.w };
+            float k[4], decay[4];
 
+            four(k, row + 2 * T::K + 64 * i + 4 * part);
+            four(decay, row + 3 * T::K + 64 * i + 4 * part);
 #pragma unroll
             for (int e = 0; e < 4; e++)
 #pragma unroll
-                for (int c = 0; c < 2; c++)
-                    st.s[i][e][c] = fmaf(ka[e], w[c], da[e] * st.s[i][e][c]);
+                for (int c = 0; c < MINE; c++)
+                    st.s[i][e][c] = fmaf(k[e], w[c], decay[e] * st.s[i][e][c]);
         }
     }
-    if (o != NULL) {
-        const float o0 = fmaf(bk.y, w[0], parts_sum(p[0]));
-        const float o1 = fmaf(bk.y, w[1], parts_sum(p[1]));
-
-        if (part == 0 && n_col > 0)
-            o[0] = o0;
-        if (part == 1 && n_col > 1)
-            o[1] = o1;
-    }
+    if (o != NULL)
+        *o = out;
 }
 
-/* Calls f(where, its two values, columns inside) for the lane's piece of the state. A warp
+/* Calls f(where, its four values, columns inside) for the lane's piece of the state. A warp
  * touches whole 32-byte sectors. */
 template <class T, class F>
 static __device__ __forceinline__ void kda_visit(const kda_head &x, kda_state<T> &st, int col, F f)
 {
-    const int part = threadIdx.x & 7, width = x.a.width, at = x.c0 + col;
+    const int part = threadIdx.x & 15, width = x.a.width, at = x.c0 + col;
     float *p = x.a.state + ((int64_t)x.s.slot * x.a.heads + x.h) * width * width + at;
 
 #pragma unroll
     for (int i = 0; i < T::KI; i++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const int k = 32 * i + 4 * part + e;
+            const int k = 64 * i + 4 * part + e;
 
             f(p + k * width, st.s[i][e], k < width ? width - at : 0);
         }
 }
 
-/* Whether the lane's two columns lie together at an address that is a multiple of 8. */
-HX_DEVICE bool kda_pairs(const kda_args &a)
+/* Whether the lane's columns lie together at an address that is a multiple of 16. */
+HX_DEVICE bool kda_fours(const kda_args &a)
 {
-    return a.width % 2 == 0 && ((uintptr_t)a.state & 7) == 0;
+    return a.width % MINE == 0 && ((uintptr_t)a.state & 15) == 0;
 }
 
 template <class T>
 static __device__ __forceinline__ void kda_read(const kda_head &x, kda_state<T> &st, int col)
 {
     if (x.s.pos0 == 0)
-        kda_visit<T>(x, st, col, [](float *, float *s, int) { s[0] = s[1] = 0; });
-    else if (kda_pairs(x.a))
-        kda_visit<T>(x, st, col, [](float *p, float *s, int n) {
-            const float2 v = n > 0 ? *(const float2 *)p : make_float2(0, 0);
+        kda_visit<T>(x, st, col, [](float *, float (&s)[MINE], int) {
+            for (int c = 0; c < MINE; c++)
+                s[c] = 0;
+        });
+    else if (kda_fours(x.a))
+        kda_visit<T>(x, st, col, [](float *p, float (&s)[MINE], int n) {
+            const float4 v = n > 0 ? *(const float4 *)p : make_float4(0, 0, 0, 0);
 
             s[0] = v.x;
             s[1] = v.y;
+            s[2] = v.z;
+            s[3] = v.w;
         });
     else
-        kda_visit<T>(x, st, col, [](float *p, float *s, int n) {
-            s[0] = n > 0 ? p[0] : 0;
-            s[1] = n > 1 ? p[1] : 0;
+        kda_visit<T>(x, st, col, [](float *p, float (&s)[MINE], int n) {
+            for (int c = 0; c < MINE; c++)
+                s[c] = c < n ? p[c] : 0;
         });
 }
 
 template <class T>
 static __device__ __forceinline__ void kda_write(const kda_head &x, kda_state<T> &st, int col)
 {
-    if (kda_pairs(x.a))
-        kda_visit<T>(x, st, col, [](float *p, float *s, int n) {
+    if (kda_fours(x.a))
+        kda_visit<T>(x, st, col, [](float *p, float (&s)[MINE], int n) {
             if (n > 0)
-                *(float2 *)p = make_float2(s[0], s[1]);
+                *(float4 *)p = make_float4(s[0], s[1], s[2], s[3]);
         });
     else
-        kda_visit<T>(x, st, col, [](float *p, float *s, int n) {
-            if (n > 0)
-                p[0] = s[0];
-            if (n > 1)
-                p[1] = s[1];
+        kda_visit<T>(x, st, col, [](float *p, float (&s)[MINE], int n) {
+            for (int c = 0; c < MINE; c++)
+                if (c < n)
+                    p[c] = s[c];
         });
 }
 
@@ -533,65 +545,74 @@ static __device__ __forceinline__ void kda_batch(const kda_head &x, kda_state<T>
                                                  const float *room, int col)
 {
     const kda_args &a = x.a;
-    const int m = min(T::BATCH, x.n - i0);
+    const int m = min(T::BATCH, x.n - i0), at = x.c0 + col + (int)(threadIdx.x & 15);
+    const int64_t ldo = (int64_t)a.heads * a.width;
+    const bool out = (threadIdx.x & 15) < MINE && at < a.width;
+    float *o = a.o + ((int64_t)x.s.row0 + i0 - x.s.commit) * ldo + (int64_t)x.h * a.width + at;
 
-    for (int r = 0; r < m; r++) {
-        const int i = i0 + r;
-        const int64_t row = (int64_t)x.s.row0 + i - x.s.commit;
-        float *o = i < x.s.commit ? NULL
-                                  : a.o + (row * a.heads + x.h) * a.width + x.c0 + col;
-
-        kda_row<T>(st, room + r * T::ROW, col, i < x.keep || i + 1 < x.n, o,
-                   a.width - x.c0 - col);
+    for (int i = i0; i < i0 + m; i++, o += ldo, room += T::ROW) {
+        kda_row<T>(st, room, col, !T::HOLD || i < x.keep || i + 1 < x.n,
+                   out && i >= x.s.commit ? o : NULL);
         if (T::HOLD && i == x.keep - 1)
             kda_write<T>(x, st, col);
     }
 }
 
-/* One block: 32 columns of one head of one span, all rows in order. Grid (heads * width / 32,
- * spans). Rows are prepared a batch at a time, in prefill while the batch before runs; shared
- * memory holds one batch, or two. Moves the state in, and out where it changed, and the rows;
- * q, k and g once for each block of a head. */
+/* Prepares rows i0 on, a batch at most; n warps, of which this is one. */
 template <class T>
-__global__ void __launch_bounds__(KDA_THREADS, T::HOLD ? 3 : 4)
+static __device__ __forceinline__ void kda_prepare_all(const kda_head &x, int i0, float *room,
+                                                       int warp, int n)
+{
+#pragma unroll 1
+    for (int r = warp; r < T::BATCH && i0 + r < x.n; r += n) {
+        kda_raw<T> raw;
+
+        kda_load<T>(x, i0 + r, raw);
+        kda_prepare<T>(x, raw, i0 + r >= x.s.commit, room + r * T::ROW);
+    }
+}
+
+/* One block: 32 columns of one head of one span, all rows in order. Grid (heads * width / 32,
+ * spans). Rows are prepared a batch at a time, in prefill by two more warps while the batch
+ * before runs; shared memory holds one batch, or two. Moves the state in, and out where it
+ * changed, and the rows; q, k and g once for each block of a head. */
+template <class T>
+__global__ void __launch_bounds__(T::THREADS, T::HOLD ? 4 : 2)
     kda_rows(const kda_args a, const __grid_constant__ hx_cuda_spans spans)
 {
     extern __shared__ __align__(16) float room[];
     const int blocks = (a.width + KDA_COLS - 1) / KDA_COLS, warp = threadIdx.x >> 5;
-    const int col = 8 * warp + 2 * ((threadIdx.x & 31) >> 3);
+    const int col = 8 * warp + MINE * ((threadIdx.x & 31) >> 4);
+    const bool runs = T::HOLD || warp < KDA_WARPS;
     kda_head x = { a, hx_span_at(spans, (int32_t)blockIdx.y), (int)blockIdx.x / blocks,
                    (int)blockIdx.x % blocks * KDA_COLS, 0, 0 };
     kda_state<T> st;
-    kda_raw<T> raw[T::EACH];
 
     x.n = x.s.commit + x.s.n_row;
     x.keep = T::HOLD ? x.s.commit : x.n;
     if (x.n == 0 && x.s.pos0 > 0)
         return;
-    kda_read<T>(x, st, col);
-    if (x.keep == 0 && x.s.pos0 == 0)
-        kda_write<T>(x, st, col);
-    for (int i0 = -T::BATCH; i0 < x.n; i0 += T::BATCH) {
-        const bool more = !T::HOLD || i0 < 0;
-        const int half = T::HOLD ? 0 : i0 / T::BATCH & 1;
-        float *next = room + (T::HOLD ? 0 : half ^ 1) * T::BATCH * T::ROW;
-
-        if (more)
-#pragma unroll
-            for (int j = 0; j < T::EACH; j++)
-                kda_load<T>(x, i0 + T::BATCH + warp + KDA_WARPS * j, raw[j]);
-        if (i0 >= 0)
-            kda_batch<T>(x, st, i0, room + half * T::BATCH * T::ROW, col);
-        if (more)
-#pragma unroll
-            for (int j = 0; j < T::EACH; j++)
-                kda_prepare<T>(x, i0 + T::BATCH + warp + KDA_WARPS * j, raw[j],
-                               next + (warp + KDA_WARPS * j) * T::ROW);
-        __syncthreads();
-        if (T::HOLD && i0 < 0 && x.s.n_row > 0)
-            kda_hold<T>(x, room, blocks);
+    if (runs) {
+        kda_read<T>(x, st, col);
+        if (x.keep == 0 && x.s.pos0 == 0)
+            kda_write<T>(x, st, col);
     }
-    if (!T::HOLD && x.keep > 0)
+    kda_prepare_all<T>(x, 0, room, warp, T::THREADS / 32);
+    __syncthreads();
+    if (T::HOLD && x.s.n_row > 0)
+        kda_hold<T>(x, room, blocks);
+    for (int i0 = 0; i0 < x.n; i0 += T::BATCH) {
+        const int half = T::HOLD ? 0 : i0 / T::BATCH & 1;
+
+        if (runs)
+            kda_batch<T>(x, st, i0, room + half * T::BATCH * T::ROW, col);
+        else
+            kda_prepare_all<T>(x, i0 + T::BATCH, room + (half ^ 1) * T::BATCH * T::ROW,
+                               warp - KDA_WARPS, KDA_MAKERS);
+        if (!T::HOLD)
+            __syncthreads();
+    }
+    if (!T::HOLD && runs && x.keep > 0)
         kda_write<T>(x, st, col);
 }
 
@@ -623,7 +644,7 @@ static int kda_launch(hx_dev *d, const char *op, const hx_kda_step_args *a, hx_e
                        "%s: %lld heads of %d spans, the device was opened for %lld in all; "
                        "open it with larger limits",
                        op, (long long)a->heads, a->rows.n_span, (long long)c->n_ticket);
-    HX_LAUNCH(c, op, err, kda_rows<T>, grid, KDA_THREADS, T::SHARED, k, spans);
+    HX_LAUNCH(c, op, err, kda_rows<T>, grid, T::THREADS, T::SHARED, k, spans);
     return 0;
 }
 
@@ -641,8 +662,8 @@ extern "C" int hx_cuda_kda_step(hx_dev *d, const hx_kda_step_args *a, hx_err *er
 
     if (rc != 0)
         return rc;
-    return a->width <= 32 ? kda_launch<kda_shape<1, true>>(d, "kda_step", a, err)
-                          : kda_launch<kda_shape<4, true>>(d, "kda_step", a, err);
+    return a->width <= 64 ? kda_launch<kda_shape<64, true>>(d, "kda_step", a, err)
+                          : kda_launch<kda_shape<128, true>>(d, "kda_step", a, err);
 }
 
 extern "C" int hx_cuda_kda_chunk(hx_dev *d, const hx_kda_chunk_args *a, hx_err *err)
@@ -651,6 +672,6 @@ extern "C" int hx_cuda_kda_chunk(hx_dev *d, const hx_kda_chunk_args *a, hx_err *
 
     if (rc != 0)
         return rc;
-    return a->width <= 32 ? kda_launch<kda_shape<1, false>>(d, "kda_chunk", a, err)
-                          : kda_launch<kda_shape<4, false>>(d, "kda_chunk", a, err);
+    return a->width <= 64 ? kda_launch<kda_shape<64, false>>(d, "kda_chunk", a, err)
+                          : kda_launch<kda_shape<128, false>>(d, "kda_chunk", a, err);
 }

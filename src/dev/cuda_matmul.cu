@@ -15,13 +15,16 @@
 #include "dev/cuda.h"
 
 #define GROUP_COLS 128              /* outputs of a thread block: one rotation */
-#define WARPS      4                /* each two 16-column tiles of the group */
-#define THREADS    (32 * WARPS)
+#define QUAD       128              /* threads: four warps, each two 16-column tiles */
+#define MAX_QUADS  4                /* of a thread block, each with its own inputs */
 #define ROWS_MMA   4                /* activation rows in one B operand */
 #define PLANE      256              /* bytes of the planes of a block of a row */
 #define PLANE_STEP 288              /* the same in shared memory: 4 rows, no conflicts */
-#define MIN_BLOCKS(rq, half) ((rq) == 4 ? (half) ? 2 : 3 : (half) || (rq) == 2 ? 4 : 5)
 #define MAX_LEVELS 5                /* of the join: 8 * 2^5 - 8 splits */
+
+/* Row quads, codebook: what fits the registers. */
+#define MOST_QUADS(rq, half) ((rq) == 4 && (half) ? 2 : MAX_QUADS)
+#define MOST_BPS(rq)         ((rq) == 4 ? 2 : HX_CUDA_MAX_BPS)
 
 /* The second launch's arguments. */
 struct product {
@@ -29,18 +32,19 @@ struct product {
     const hx_cuda_job *many;        /* NULL: one */
     hx_cuda_area       area;
     int64_t            n_pad, k_pad;
-    int                bps, rows;   /* rows: the most, for which shared memory is sized */
+    int                bps;         /* 128-input blocks of a quad */
+    int                rows;        /* the most, for which shared memory is sized */
     bool               fresh;
 };
 
 /* ---- activations -------------------------------------------------------- */
 
 /* Grid (blocks of k / 4, rows), 128 threads: a warp makes one block of one row. */
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(QUAD)
     exl3_quantize(const __grid_constant__ hx_cuda_job j, int64_t n_block, hx_cuda_area area)
 {
     const int lane = threadIdx.x & 31;
-    const int64_t b = (int64_t)blockIdx.x * WARPS + (threadIdx.x >> 5), at = b * 128 + 4 * lane;
+    const int64_t b = (int64_t)blockIdx.x * 4 + (threadIdx.x >> 5), at = b * 128 + 4 * lane;
     const int64_t row = blockIdx.y;
     const int64_t out = (j.slot + row) * n_block + b;
     const uint16_t *suh = (const uint16_t *)j.suh + at;
@@ -84,9 +88,9 @@ __device__ static inline void copy_wait(int n)
 }
 
 /* Eight windows of 16 bits, those of stream positions 8 lane … 8 lane + 7 of a tile in
- * shared memory. Positions that fit two words share them. A window is first brought to the
- * upper half of a word by a left shift, which the compiler may give to the multiplier, and
- * then taken out by one byte permutation. */
+ * shared memory. Positions that fit two words share them. A window that lies at a multiple
+ * of 8 in a word is taken by one byte permutation; another is moved there by a left shift,
+ * which the compiler may give to the multiplier. */
 template <int K2>
 __device__ static inline void windows(const uint32_t *tile, int lane, uint32_t s[8])
 {
@@ -107,34 +111,34 @@ __device__ static inline void windows(const uint32_t *tile, int lane, uint32_t s
         for (int j = g; j < g + per; j++) {
             const int down = (((g + per) * K2) >> 1) - (((j + 1) * K2) >> 1);
 
-            if (down == 0 || down == 8)
-                s[j] = __byte_perm(x, 0, down == 0 ? 0x4410 : 0x4421);
-            else if (down <= 16)
-                s[j] = __byte_perm(x << (16 - down), 0, 0x4432);
-            else if (down == d || down == d + 8)
-                s[j] = __byte_perm(z, 0, down == d ? 0x4410 : 0x4421);
-            else
-                s[j] = __byte_perm(z << (16 - (down - d)), 0, 0x4432);
+            const bool on_z = down > 16 || (down >= d && (down - d) % 8 == 0 && down % 8 != 0);
+            const int at = on_z ? down - d : down, left = -at & 7;
+
+            s[j] = __byte_perm((on_z ? z : x) << left, 0,
+                               at + left == 0   ? 0x4410
+                               : at + left == 8 ? 0x4421
+                                                : 0x4432);
         }
     }
 }
 
-/* Weights of two states as int16, in one word: the sum of an fp16 pair (fmt_exl3.h), whose
- * unit 2^-13 an fp32 with the unit 1 leaves in the low bits. */
-__device__ static inline uint32_t half_weights(uint32_t s0, uint32_t s1, uint32_t mul,
-                                               uint32_t add)
-{
-    const uint32_t y0 = ((s0 * mul + add) & 0x8FFF8FFFu) ^ 0x3B603B60u;
-    const uint32_t y1 = ((s1 * mul + add) & 0x8FFF8FFFu) ^ 0x3B603B60u;
-    const uint32_t a = __byte_perm(y0, y1, 0x5410), b = __byte_perm(y0, y1, 0x7632);
-    float f0, f1;
+/* Constants of MCG and 3INST: product, sum, kept bits. The last one is an argument too, as
+ * an instruction has room for one constant and the next step has another. */
+struct codebook {
+    uint32_t mul, add, keep;
+};
 
-    asm("{.reg .b16 l, h; .reg .b32 v; add.rn.f16x2 v, %2, %3; mov.b32 {l, h}, v;"
-        " cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
-        : "=f"(f0), "=f"(f1)
-        : "r"(a), "r"(b));
-    return __byte_perm(hx_bits_of(fmaf(f0, 8192.0f, 12582912.0f)),
-                       hx_bits_of(fmaf(f1, 8192.0f, 12582912.0f)), 0x5410);
+/* The weight of a state in the low 16 bits: the sum of an fp16 pair (fmt_exl3.h), whose unit
+ * 2^-13 an fp32 has in its last place if 1.5 * 2^23 is added to 8192 times its value. */
+__device__ static inline uint32_t half_weight(uint32_t state, codebook cb)
+{
+    const uint32_t y = ((state * cb.mul + cb.add) & cb.keep) ^ 0x3B603B60u;
+    float f;
+
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; add.rn.f16 l, l, h; cvt.f32.f16 %0, l;}"
+        : "=f"(f)
+        : "r"(y));
+    return hx_bits_of(fmaf(f, 8192.0f, 12582912.0f));
 }
 
 /* ---- multiplying ---------------------------------------------------------- */
@@ -163,7 +167,7 @@ struct place {
 template <int K2, int RQ>
 __device__ static inline void block_mul1(const place &at, int lane, int32_t c[RQ][2][4])
 {
-#pragma unroll 2
+#pragma unroll(RQ == 1 ? 4 : 2)
     for (int t = 0; t < 8; t++) {
         uint32_t b[RQ][4];
 
@@ -187,7 +191,7 @@ __device__ static inline void block_mul1(const place &at, int lane, int32_t c[RQ
 
 /* The same with weights 256 hi + lo, two rows of tiles in one mma. */
 template <int K2, int RQ>
-__device__ static inline void block_half(const place &at, int lane, uint32_t mul, uint32_t add,
+__device__ static inline void block_half(const place &at, int lane, codebook cb,
                                          int32_t lo[RQ][2][4], int32_t hi[RQ][2][4])
 {
 #pragma unroll 1
@@ -203,8 +207,11 @@ __device__ static inline void block_half(const place &at, int lane, uint32_t mul
                 windows<K2>((const uint32_t *)(at.tiles + (8 * (t + k) + tile) * 16 * K2),
                             lane, s);
                 for (int h = 0; h < 2; h++) {
-                    const uint32_t v = half_weights(s[4 * h], s[4 * h + 1], mul, add);
-                    const uint32_t w = half_weights(s[4 * h + 2], s[4 * h + 3], mul, add);
+                    const uint32_t *p = s + 4 * h;
+                    const uint32_t v = __byte_perm(half_weight(p[0], cb), half_weight(p[1], cb),
+                                                   0x5410);
+                    const uint32_t w = __byte_perm(half_weight(p[2], cb), half_weight(p[3], cb),
+                                                   0x5410);
 
                     a_lo[2 * k + h] = __byte_perm(v, w, 0x6420);
                     a_hi[2 * k + h] = __byte_perm(v, w, 0x7531);
@@ -232,22 +239,26 @@ __device__ static inline float term(const int32_t lo[2], const int32_t hi[2], hx
 
 /* ---- the tree (canon.h, step 5) -------------------------------------------- */
 
-/* Takes term b of a thread block; level holds finished subtrees of 1, 2 and 4 terms. */
-__device__ static inline void tree_put(float level[3], int b, float t)
+/* Takes term b of a quad. level[0]: an odd term; level[1]: a finished subtree of 2, after
+ * the last of 4. Quads of at most two terms keep their sum in level[0]. */
+template <int SLOTS>
+__device__ static inline void tree_put(float level[SLOTS], int b, float t)
 {
-    if ((b & 1) == 0) {
+    if ((b & 1) == 0)
         level[0] = t;
-    } else if ((b & 2) == 0) {
-        level[1] = level[0] + t;
-    } else {
-        level[2] = level[1] + (level[0] + t);
-    }
+    else if (SLOTS == 1)
+        level[0] = level[0] + t;
+    else
+        level[1] = (b & 2) == 0 ? level[0] + t : level[1] + (level[0] + t);
 }
 
-/* The sum of n terms, 1 to 4: what is left joins from the right. */
-__device__ static inline float tree_get(const float level[3], int n)
+/* The sum of n terms, at most 4: what is left joins from the right. */
+template <int SLOTS>
+__device__ static inline float tree_get(const float level[SLOTS], int n)
 {
-    return n == 4 ? level[2] : n == 3 ? level[1] + level[0] : n == 2 ? level[1] : level[0];
+    if (SLOTS == 1 || n == 1)
+        return level[0];
+    return n == 3 ? level[1] + level[0] : level[1];
 }
 
 __device__ static inline float4 plus(float4 a, float4 b)
@@ -347,144 +358,203 @@ __device__ static inline float *part_of(const product &p, const hx_cuda_job *j, 
            ((j->slot + row_of(j, r)) * gridDim.x + blockIdx.x) * gridDim.y * GROUP_COLS;
 }
 
+/* A block's 8 rows of 8 tiles, by one quad: two rows a warp. */
 template <int K2>
 __device__ static inline void fetch_tiles(const product &p, const hx_cuda_job *j, int64_t block,
                                           uint8_t *to)
 {
-    constexpr int row_chunks = 8 * K2; /* of 16 bytes, in a row of 8 tiles */
+    constexpr int row_bytes = 128 * K2;
+    const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
     const int64_t pitch = p.n_pad * K2;
-    const uint8_t *from = (const uint8_t *)j->trellis + block * 8 * pitch +
-                          (int64_t)blockIdx.x * (row_chunks * 16);
+    const uint8_t *from = (const uint8_t *)j->trellis + (block * 8 + warp) * pitch +
+                          (int64_t)blockIdx.x * row_bytes + 16 * lane;
 
-    for (int i = threadIdx.x; i < 8 * row_chunks; i += THREADS)
-        copy16(to + i * 16, from + i / row_chunks * pitch + i % row_chunks * 16);
+    to += warp * row_bytes + 16 * lane;
+    for (int r = 0; r < 2; r++, from += 4 * pitch, to += 4 * row_bytes)
+#pragma unroll
+        for (int at = 0; at < row_bytes; at += 512)
+            if (at + 512 <= row_bytes || at + 16 * lane < row_bytes)
+                copy16(to + at, from + at);
 }
 
 __device__ static inline void fetch_planes(const product &p, const hx_cuda_job *j, int64_t block,
                                            uint8_t *to)
 {
-    for (int i = threadIdx.x; i < j->rows * (PLANE / 16); i += THREADS) {
-        const int r = i / (PLANE / 16), c = i % (PLANE / 16);
+    const int c = 16 * (threadIdx.x & 15);
+
+    for (int r = threadIdx.x >> 4 & 7; r < j->rows; r += 8) {
         const int64_t at = (j->slot + row_of(j, r)) * (p.k_pad / 128) + block;
 
-        copy16(to + r * PLANE_STEP + 16 * c, (const uint8_t *)(p.area.plane + at * 32) + 16 * c);
+        copy16(to + r * PLANE_STEP + c, (const uint8_t *)(p.area.plane + at * 32) + c);
     }
 }
 
-/* One thread block: 128 outputs, bps blocks of inputs, all rows of a job. Grid (n_pad /
- * 128, splits, jobs), 128 threads. Reads every trellis byte of its part once, all of them
- * in flight at once, and rows * bps * 256 bytes of activations. Splits leave their subtree
- * in the work memory; the last to come joins them. Shared: bps blocks of tiles, then of
- * activations; after the products rows * 128 floats. */
+/* A quad's products: its blocks' subtree of every row and output into out [rows, 128] or,
+ * where that is NULL, the work memory. tiles, planes: the quad's shared memory, on its way;
+ * the copies end in groups, one a block. */
 template <int K2, int RQ, bool HALF>
-__global__ void __launch_bounds__(THREADS, MIN_BLOCKS(RQ, HALF))
-    exl3_rows(const __grid_constant__ product p, uint32_t mul, uint32_t add)
+__device__ static inline void multiply_quad(const product &p, const hx_cuda_job *j, int64_t block0,
+                                            int mine, const uint8_t *tiles,
+                                            const uint8_t *planes, float *out, codebook cb)
 {
-    /* A 16-byte copy into shared memory that lies otherwise in its 128-byte line than its
-     * source costs two requests a line: 22 GB/s from host memory, not 51 (H200). */
-    extern __shared__ __align__(128) uint8_t shared[];
-    constexpr int tile_bytes = 16 * K2, block_bytes = 64 * tile_bytes;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-    const int64_t n_block = p.k_pad / 128, block0 = (int64_t)blockIdx.y * p.bps;
-    const int mine = (int)min((int64_t)p.bps, n_block - block0), n_split = gridDim.y;
-    const int plane_bytes = p.rows * PLANE_STEP;
-    uint8_t *planes = shared + p.bps * block_bytes;
-
-    if (p.fresh)
-        hx_cuda_after_previous();
-    const hx_cuda_job *j = p.many != NULL ? p.many + blockIdx.z : &p.one;
-    const int rows = j->rows;
-    if (rows == 0)
-        return;
-    for (int b = 0; b < mine; b++)
-        fetch_tiles<K2>(p, j, block0 + b, shared + b * block_bytes);
-    hx_cuda_after_previous();
-    hx_cuda_allow_next();
-    /* A group of copies ends with the planes of its block; the first holds all tiles. */
-    for (int b = 0; b < mine; b++) {
-        fetch_planes(p, j, block0 + b, planes + b * plane_bytes);
-        copy_commit();
-    }
-
+    constexpr int tile_bytes = 16 * K2, slots = MOST_BPS(RQ) <= 2 ? 1 : 2;
+    const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+    const int rows = j->rows, plane_bytes = p.rows * PLANE_STEP;
     const hx_cuda_scale *scale[RQ];
     place at;
-    float level[RQ][2][2][3];
+    float level[RQ][2][2][slots];
+
     for (int rq = 0; rq < RQ; rq++) { /* absent rows repeat the last */
         const int r = min(rq * ROWS_MMA + (g >> 1), rows - 1);
         const int r_out = min(rq * ROWS_MMA + q, rows - 1);
 
         at.plane[rq] = (const uint32_t *)(planes + r * PLANE_STEP) + 2 * q + (g & 1);
-        scale[rq] = p.area.scale + (j->slot + row_of(j, r_out)) * n_block + block0;
+        scale[rq] = p.area.scale + (j->slot + row_of(j, r_out)) * (p.k_pad / 128) + block0;
     }
-    at.tiles = shared + 2 * warp * tile_bytes;
-    for (int b = 0; b < mine; b++) {
+    at.tiles = tiles + 2 * warp * tile_bytes;
+    for (int b = 0; b < p.bps; b++) {
         int32_t lo[RQ][2][4] = {}, hi[HALF ? RQ : 1][2][4] = {};
         hx_cuda_scale s[RQ];
 
-        for (int rq = 0; rq < RQ; rq++)
+        for (int rq = 0; rq < RQ && b < mine; rq++)
             s[rq] = scale[rq][b];
         copy_wait(mine - 1 - b);
         __syncthreads();
+        if (b >= mine)
+            continue;
         if constexpr (HALF)
-            block_half<K2, RQ>(at, lane, mul, add, lo, hi);
+            block_half<K2, RQ>(at, lane, cb, lo, hi);
         else
             block_mul1<K2, RQ>(at, lane, lo);
-        at.tiles += block_bytes;
+        at.tiles += 64 * tile_bytes;
         for (int rq = 0; rq < RQ; rq++) {
             at.plane[rq] += plane_bytes / sizeof(uint32_t);
             for (int i = 0; i < 4; i++)
-                tree_put(level[rq][i >> 1][i & 1], b,
-                         term<HALF>(&lo[rq][i >> 1][2 * (i & 1)],
-                                    &hi[HALF ? rq : 0][i >> 1][2 * (i & 1)], s[rq]));
+                tree_put<slots>(level[rq][i >> 1][i & 1], b,
+                                term<HALF>(&lo[rq][i >> 1][2 * (i & 1)],
+                                           &hi[HALF ? rq : 0][i >> 1][2 * (i & 1)], s[rq]));
         }
     }
-    if (n_split == 1)
-        __syncthreads(); /* the tiles have been read */
+    if (out != NULL)
+        __syncthreads(); /* it lies where the tiles were */
     for (int rq = 0; rq < RQ; rq++) {
         const int r = rq * ROWS_MMA + q;
 
-        if (r < rows) {
-            float *out = n_split == 1 ? (float *)shared + r * GROUP_COLS
-                                      : part_of(p, j, r) + blockIdx.y * GROUP_COLS;
+        if (r < rows && mine > 0) {
+            float *to = out != NULL ? out + r * GROUP_COLS
+                                    : part_of(p, j, r) + blockIdx.y * GROUP_COLS;
 
             for (int i = 0; i < 4; i++)
-                out[32 * warp + 8 * i + g] = tree_get(level[rq][i >> 1][i & 1], mine);
+                to[32 * warp + 8 * i + g] = tree_get<slots>(level[rq][i >> 1][i & 1], mine);
         }
     }
-    if (n_split > 1) {
-        if (!is_last(&p.area.ticket[(int64_t)blockIdx.z * gridDim.x + blockIdx.x], n_split))
-            return;
-    } else {
-        __syncthreads();
+}
+
+/* The quads' sums of every row join; the result goes to the work memory or, if this is all
+ * of it, to y. */
+__device__ static inline void join_quads(const hx_cuda_job *j, const product &p, int n_quad,
+                                         const float *out)
+{
+    const int step = j->rows * 32, lane = threadIdx.x & 31;
+
+    for (int r = threadIdx.x >> 5; r < j->rows; r += blockDim.x >> 5) {
+        const float4 *v = (const float4 *)out + r * 32 + lane;
+        float4 t = v[0];
+
+        if (n_quad > 1)
+            t = plus(t, v[step]);
+        if (n_quad > 2)
+            t = plus(t, n_quad > 3 ? plus(v[2 * step], v[3 * step]) : v[2 * step]);
+        if (gridDim.y == 1)
+            finish(j, row_of(j, r), t);
+        else
+            *(float4 *)(part_of(p, j, r) + blockIdx.y * GROUP_COLS + 4 * lane) = t;
     }
-    for (int r = warp; r < rows; r += WARPS)
-        finish(j, row_of(j, r),
-               n_split == 1 ? *(const float4 *)((const float *)shared + r * GROUP_COLS + 4 * lane)
-                            : join(part_of(p, j, r) + 4 * lane, GROUP_COLS, n_split));
+}
+
+/* One thread block: 128 outputs, all rows of a job, 1 to 4 quads with bps blocks of inputs
+ * each. Grid (n_pad / 128, splits, jobs). Reads every trellis byte of its part once, all of
+ * them in flight at once, and rows * 256 bytes of activations a block. Splits leave their
+ * subtree in the work memory; the last to come joins them. Shared: the tiles of all
+ * blocks, then their activations; after the products rows * 128 floats a quad. */
+template <int K2, int RQ, bool HALF>
+__global__ void __launch_bounds__(QUAD *MOST_QUADS(RQ, HALF), RQ == 1 ? 2 : 1)
+    exl3_rows(const __grid_constant__ product p, codebook cb)
+{
+    /* A 16-byte copy into shared memory that lies otherwise in its 128-byte line than its
+     * source costs two requests a line: 22 GB/s from host memory, not 51 (H200). */
+    extern __shared__ __align__(128) uint8_t shared[];
+    constexpr int block_bytes = 1024 * K2;
+    const int quad = threadIdx.x / QUAD, lane = threadIdx.x & 31, n_split = gridDim.y;
+    const int64_t n_block = p.k_pad / 128;
+    const int64_t first = (int64_t)blockIdx.y * p.bps * (blockDim.x / QUAD);
+    const int64_t block0 = first + quad * p.bps;
+    const int mine = (int)max((int64_t)0, min((int64_t)p.bps, n_block - block0));
+    const int plane_bytes = p.rows * PLANE_STEP;
+    uint8_t *tiles = shared + quad * p.bps * block_bytes;
+    uint8_t *planes = shared + p.bps * (blockDim.x / QUAD) * block_bytes +
+                      quad * p.bps * plane_bytes;
+
+    if (p.fresh)
+        hx_cuda_after_previous();
+    const hx_cuda_job *j = p.many != NULL ? p.many + blockIdx.z : &p.one;
+    const int rows = j->rows;
+    for (int b = 0; b < mine && rows > 0; b++)
+        fetch_tiles<K2>(p, j, block0 + b, tiles + b * block_bytes);
+    hx_cuda_after_previous();
+    hx_cuda_allow_next();
+    if (rows == 0)
+        return;
+    /* A group of copies ends with the planes of its block; the first holds all tiles. */
+    for (int b = 0; b < mine; b++) {
+        fetch_planes(p, j, block0 + b, planes + b * plane_bytes);
+        copy_commit();
+    }
+    const bool direct = blockDim.x == QUAD && n_split > 1;
+    float *out = (float *)shared;
+    multiply_quad<K2, RQ, HALF>(p, j, block0, mine, tiles, planes,
+                                direct ? NULL : out + quad * rows * GROUP_COLS, cb);
+    if (!direct) {
+        __syncthreads();
+        join_quads(j, p,
+                   (int)min((int64_t)(blockDim.x / QUAD), (n_block - first + p.bps - 1) / p.bps),
+                   out);
+    }
+    if (n_split == 1 ||
+        !is_last(&p.area.ticket[(int64_t)blockIdx.z * gridDim.x + blockIdx.x], n_split))
+        return;
+    for (int r = threadIdx.x >> 5; r < rows; r += blockDim.x >> 5)
+        finish(j, row_of(j, r), join(part_of(p, j, r) + 4 * lane, GROUP_COLS, n_split));
 }
 
 /* ---- launching -------------------------------------------------------------- */
 
-/* How many 128-input blocks a thread block takes: a power of two, so that it holds a
- * subtree; few enough that every multiprocessor has work twice over, many enough that the
- * joins stay few. */
-static int bps_of(const hx_cuda_shape *s, int n_sm)
+/* How the inputs are split: quads of a thread block and 128-input blocks of a quad, powers
+ * of two, so that each holds a subtree. */
+struct cut {
+    int     quads, bps;
+    int64_t splits;
+};
+
+/* Measured on an H200 (132 multiprocessors), by 128 x 128 blocks of weights a
+ * multiprocessor: with few, the quads of a thread block share the join; with many, small
+ * thread blocks even out. */
+static cut cut_of(const hx_cuda_shape *s, int n_sm)
 {
-    const int64_t groups = s->n_pad / GROUP_COLS * s->n_job, blocks = s->k_pad / 128;
-    int bps = HX_CUDA_MAX_BPS;
+    const bool half = s->codebook != HX_CB_MUL1;
+    const int rq = s->rows <= 4 ? 1 : s->rows <= 8 ? 2 : 4;
+    const int64_t blocks = s->k_pad / 128;
+    const int64_t load = s->n_pad / GROUP_COLS * s->n_job * blocks / n_sm;
+    cut c = { s->quads, s->bps, 0 };
 
-    if (s->bps > 0)
-        return s->bps;
-    while (bps > 1 && groups * ((blocks + bps - 1) / bps) < 2 * n_sm)
-        bps /= 2;
-    return bps;
-}
-
-static int64_t splits_of(const hx_cuda_shape *s, int n_sm)
-{
-    const int bps = bps_of(s, n_sm);
-
-    return (s->k_pad / 128 + bps - 1) / bps;
+    if (c.quads == 0) {
+        c.quads = load < 8 ? MAX_QUADS : load < 20 ? rq == 1 ? 4 : 2 : rq == 4 ? 2 : 1;
+        c.bps = load < 8 ? 1 : load < 40 || s->k2 > 8 ? 2 : HX_CUDA_MAX_BPS;
+    }
+    c.quads = HX_MIN(c.quads, MOST_QUADS(rq, half));
+    c.bps = HX_MIN(c.bps, MOST_BPS(rq));
+    c.splits = (blocks + c.quads * c.bps - 1) / (c.quads * c.bps);
+    return c;
 }
 
 /* Bytes of the parts of an area, each a multiple of 256. */
@@ -494,7 +564,7 @@ static void area_parts(const hx_cuda_shape *s, int n_sm, size_t part[3])
 
     part[0] = blocks * PLANE;
     part[1] = (blocks * sizeof(hx_cuda_scale) + 255) / 256 * 256;
-    part[2] = (size_t)(s->slots * s->n_pad * splits_of(s, n_sm)) * sizeof(float);
+    part[2] = (size_t)(s->slots * s->n_pad * cut_of(s, n_sm).splits) * sizeof(float);
 }
 
 size_t hx_cuda_area_bytes(const hx_cuda_shape *s, int n_sm)
@@ -524,20 +594,25 @@ template <int K2, int RQ, bool HALF>
 static cudaError_t launch(const product &p, const hx_cuda_shape *s, const hx_cuda_work *w,
                           cudaStream_t stream)
 {
-    const size_t blocks = (size_t)p.bps * (1024 * K2 + (size_t)p.rows * PLANE_STEP);
-    const size_t bytes = HX_MAX(blocks, (size_t)p.rows * GROUP_COLS * sizeof(float));
-    const dim3 grid((unsigned)(s->n_pad / GROUP_COLS), (unsigned)splits_of(s, w->n_sm),
-                    (unsigned)s->n_job);
+    const cut c = cut_of(s, w->n_sm);
+    const size_t rows = (size_t)p.rows, per_block = 1024 * K2 + rows * PLANE_STEP;
+    size_t bytes = (size_t)c.quads * HX_MAX((size_t)c.bps * per_block,
+                                            rows * GROUP_COLS * sizeof(float));
+    const dim3 grid((unsigned)(s->n_pad / GROUP_COLS), (unsigned)c.splits, (unsigned)s->n_job);
     const bool mcg = s->codebook == HX_CB_MCG;
+
+    /* Two thread blocks on one multiprocessor would leave another idle. */
+    if ((int64_t)grid.x * grid.y * grid.z <= w->n_sm)
+        bytes = HX_MAX(bytes, w->sm_shared_bytes / 2);
     cudaError_t rc = cudaFuncSetAttribute(
         exl3_rows<K2, RQ, HALF>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
 
     if (rc != cudaSuccess)
         return rc;
     return hx_cuda_launch(w->overlap && s->chained, exl3_rows<K2, RQ, HALF>, grid,
-                          dim3(THREADS), bytes, stream, p,
-                          mcg ? HX_EXL3_MCG : HX_EXL3_3INST,
-                          mcg ? 0u : HX_EXL3_3INST_ADD);
+                          dim3((unsigned)(QUAD * c.quads)), bytes, stream, p,
+                          mcg ? codebook{ HX_EXL3_MCG, 0, 0x8FFF8FFFu }
+                              : codebook{ HX_EXL3_3INST, HX_EXL3_3INST_ADD, 0x8FFF8FFFu });
 }
 
 template <int K2, bool HALF>
@@ -559,11 +634,11 @@ static cudaError_t multiply(product *p, const hx_cuda_shape *s, const hx_cuda_wo
         return rc;
     p->n_pad = s->n_pad;
     p->k_pad = s->k_pad;
-    p->bps = bps_of(s, w->n_sm);
+    p->bps = cut_of(s, w->n_sm).bps;
     p->rows = s->rows;
     p->fresh = s->fresh;
-    if (s->rows < 1 || s->rows > HX_CUDA_JOB_ROWS || p->bps > HX_CUDA_MAX_BPS ||
-        (p->bps & (p->bps - 1)) != 0 || splits_of(s, w->n_sm) > 8 * ((1 << MAX_LEVELS) - 1))
+    if (s->rows < 1 || s->rows > HX_CUDA_JOB_ROWS ||
+        cut_of(s, w->n_sm).splits > 8 * ((1 << MAX_LEVELS) - 1))
         return cudaErrorInvalidValue;
 #define CASE(k)                                                                           \
     case k:                                                                               \
@@ -593,19 +668,19 @@ cudaError_t hx_cuda_rows(const hx_cuda_job *job, const hx_cuda_shape *s, const h
     const int64_t n_block = s->k_pad / 128;
     hx_cuda_shape shape = *s;
     product p = {};
-    cudaError_t rc = hx_cuda_area_of(s, w, &p.area);
+    cudaError_t rc;
 
-    if (rc != cudaSuccess)
-        return rc;
-    rc = hx_cuda_launch(w->overlap, exl3_quantize,
-                        dim3((unsigned)((n_block + WARPS - 1) / WARPS), (unsigned)job->rows),
-                        dim3(THREADS), 0, stream, *job, n_block, p.area);
-    if (rc != cudaSuccess)
-        return rc;
-    p.one = *job;
     shape.n_job = 1;
     shape.rows = job->rows;
     shape.chained = true;
+    if ((rc = hx_cuda_area_of(&shape, w, &p.area)) != cudaSuccess)
+        return rc;
+    rc = hx_cuda_launch(w->overlap, exl3_quantize,
+                        dim3((unsigned)((n_block + 3) / 4), (unsigned)job->rows),
+                        dim3(QUAD), 0, stream, *job, n_block, p.area);
+    if (rc != cudaSuccess)
+        return rc;
+    p.one = *job;
     return multiply(&p, &shape, w, stream);
 }
 

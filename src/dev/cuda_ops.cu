@@ -372,7 +372,17 @@ template <int FMT> __global__ void mix_dots(const __grid_constant__ mix_args a)
     }
 }
 
-/* comb becomes doubly stochastic up to eps (glm5_next.md 3), in registers. */
+/* 1 / x to the last bit or two; x is neither 0 nor subnormal. */
+HX_DEVICE float reciprocal(float x)
+{
+    float r;
+
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return fmaf(r, fmaf(-x, r, 1.0f), r);
+}
+
+/* comb becomes doubly stochastic up to eps (glm5_next.md 3), in registers of one thread:
+ * four sums at a time hide each other's latency, and nothing waits for a neighbour. */
 template <int S> HX_DEVICE void sinkhorn(float c[S][S], float eps, int iters)
 {
 #pragma unroll
@@ -389,23 +399,34 @@ template <int S> HX_DEVICE void sinkhorn(float c[S][S], float eps, int iters)
         for (int j = 0; j < S; j++)
             c[i][j] = c[i][j] / sum + eps;
     }
-    for (int turn = 0; turn < 2 * iters - 1; turn++) {
+#pragma unroll 1
+    for (int turn = 0; turn < iters; turn++) {
         float inv[S];
 
 #pragma unroll
-        for (int l = 0; l < S; l++) {
-            float sum = turn % 2 == 0 ? c[0][l] : c[l][0];
-
+        for (int j = 0; j < S; j++) {
+            inv[j] = eps;
 #pragma unroll
-            for (int i = 1; i < S; i++)
-                sum += turn % 2 == 0 ? c[i][l] : c[l][i];
-            inv[l] = __frcp_rn(sum + eps);
+            for (int i = 0; i < S; i++)
+                inv[j] += c[i][j];
+            inv[j] = reciprocal(inv[j]);
         }
 #pragma unroll
-        for (int i = 0; i < S; i++)
+        for (int i = 0; i < S * S; i++)
+            c[i / S][i % S] *= inv[i % S];
+        if (turn == iters - 1)
+            return;
+#pragma unroll
+        for (int i = 0; i < S; i++) {
+            inv[i] = eps;
 #pragma unroll
             for (int j = 0; j < S; j++)
-                c[i][j] *= turn % 2 == 0 ? inv[j] : inv[i];
+                inv[i] += c[i][j];
+            inv[i] = reciprocal(inv[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < S * S; i++)
+            c[i / S][i % S] *= inv[i / S];
     }
 }
 

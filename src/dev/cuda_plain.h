@@ -83,46 +83,68 @@ template <int FMT> HX_DEVICE float hx_plain_at(const hx_plain_mat &m, int64_t n,
     return hx_e4m3_to(((const uint8_t *)m.w)[i]) * hx_plain_scale(m, n, k);
 }
 
-/* W[n, k … k + 7], k a multiple of 8; 0 past the row's end. */
-template <int FMT>
-HX_DEVICE void hx_plain_load8(float w[8], const hx_plain_mat &m, int64_t n, int64_t k)
-{
-    const int64_t i = n * m.k + k;
+/* Eight weights as stored, 16 or 32 bytes or 8. */
+template <int FMT> struct hx_raw8 {
+    uint4 v;
+};
+template <> struct hx_raw8<HX_FMT_F32> {
+    uint4 v, more;
+};
+template <> struct hx_raw8<HX_FMT_FP8> {
+    uint2 v;
+};
 
-    if (!m.wide || k >= m.k) {
+/* W[n, k … k + 7] of a wide matrix, k a multiple of 8; 0 past the row's end. */
+template <int FMT>
+HX_DEVICE hx_raw8<FMT> hx_plain_raw8(const hx_plain_mat &m, int64_t n, int64_t k)
+{
+    constexpr int bytes = FMT == HX_FMT_F32 ? 4 : FMT == HX_FMT_FP8 ? 1 : 2;
+    hx_raw8<FMT> r = {};
+
+    if (k < m.k)
+        r = *(const hx_raw8<FMT> *)((const char *)m.w + (n * m.k + k) * bytes);
+    return r;
+}
+
+template <int FMT>
+HX_DEVICE void hx_plain_widen8(float w[8], const hx_raw8<FMT> &r, const hx_plain_mat &m,
+                               int64_t n, int64_t k)
+{
+    const uint32_t *u = (const uint32_t *)&r;
+
+    if (FMT == HX_FMT_F32) {
 #pragma unroll
         for (int j = 0; j < 8; j++)
-            w[j] = k + j < m.k ? hx_plain_at<FMT>(m, n, k + j) : 0.0f;
-        return;
-    }
-    if (FMT == HX_FMT_F32) {
-        const float4 a = *(const float4 *)((const float *)m.w + i);
-        const float4 b = *(const float4 *)((const float *)m.w + i + 4);
-
-        w[0] = a.x, w[1] = a.y, w[2] = a.z, w[3] = a.w;
-        w[4] = b.x, w[5] = b.y, w[6] = b.z, w[7] = b.w;
-        return;
-    }
-    if (FMT == HX_FMT_FP8) {
-        const uint2 v = *(const uint2 *)((const uint8_t *)m.w + i);
-        const uint32_t u[2] = { v.x, v.y };
+            w[j] = hx_float_of(u[j]);
+    } else if (FMT == HX_FMT_FP8) {
         const bool one = m.block_k % 8 == 0;
-        const float first = hx_plain_scale(m, n, k);
+        const float first = k < m.k ? hx_plain_scale(m, n, k) : 0.0f;
 
 #pragma unroll
         for (int j = 0; j < 8; j++)
             w[j] = hx_e4m3_to((uint8_t)(u[j / 4] >> (8 * (j % 4)))) *
-                   (one ? first : hx_plain_scale(m, n, k + j));
+                   (one || k >= m.k ? first : hx_plain_scale(m, n, k + j));
+    } else {
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const uint16_t h = (uint16_t)(u[j / 2] >> (16 * (j % 2)));
+
+            w[j] = FMT == HX_FMT_F16 ? hx_half_to(h) : hx_bf16_to(h);
+        }
+    }
+}
+
+/* The same of any matrix. */
+template <int FMT>
+HX_DEVICE void hx_plain_load8(float w[8], const hx_plain_mat &m, int64_t n, int64_t k)
+{
+    if (m.wide) {
+        hx_plain_widen8<FMT>(w, hx_plain_raw8<FMT>(m, n, k), m, n, k);
         return;
     }
-    const uint4 v = *(const uint4 *)((const uint16_t *)m.w + i);
-    const uint32_t u[4] = { v.x, v.y, v.z, v.w };
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-        const uint16_t h = (uint16_t)(u[j / 2] >> (16 * (j % 2)));
-
-        w[j] = FMT == HX_FMT_F16 ? hx_half_to(h) : hx_bf16_to(h);
-    }
+    for (int j = 0; j < 8; j++)
+        w[j] = k + j < m.k ? hx_plain_at<FMT>(m, n, k + j) : 0.0f;
 }
 
 #endif

@@ -16,9 +16,8 @@ enum {
     BLOCK = HX_CANON_BLOCK,
     PITCH = BLOCK + 4,   /* floats from block to block in shared memory: no bank conflicts */
     MAX_ROWS = 4,        /* rows that share a reading of the weights */
-    FEW_BLOCKS = 8,      /* of an output side by side when rows share */
     LEVELS = 10,         /* of the tree over chunks of blocks: up to 2^20 inputs */
-    COLUMN_BLOCKS = 8,   /* of 128 inputs side by side in a transposed product */
+    COLUMN_BLOCKS = 4,   /* of 128 inputs side by side in a transposed product */
     MAX_PICKS = 1024,    /* of one call of hx_cuda_experts */
 };
 
@@ -63,8 +62,13 @@ template <int RB>
 static int plain_launch(hx_cuda *c, const char *op, const plain &p, hx_fmt fmt, int64_t nz,
                         hx_err *err)
 {
-    const int64_t blocks = hx_ceil_div(p.m.k, BLOCK);
-    const int most = RB == 1 ? 5 : log2_up(FEW_BLOCKS), log_l = HX_MIN(log2_up(blocks), most);
+    const int64_t row_groups = hx_ceil_div(p.rows, RB) * nz;
+    int log_l = HX_MIN(log2_up(hx_ceil_div(p.m.k, BLOCK)), 5);
+
+    /* Fewer threads an output share inputs better; more of them fill the device. */
+    while (RB > 1 && log_l > 3 &&
+           hx_ceil_div(p.n, WARPS * (32 >> (log_l - 1))) * row_groups >= 4 * c->n_sm)
+        log_l--;
     const int64_t per_block = WARPS * (32 >> log_l);
     const dim3 grid((unsigned)hx_ceil_div(p.n, per_block), (unsigned)hx_ceil_div(p.rows, RB),
                     (unsigned)nz);
@@ -112,6 +116,42 @@ HX_DEVICE bool matrix_of(const plain &p, hx_plain_mat *m)
     return true;
 }
 
+/* Inputs i0 … of RB rows into shared memory, 0 past the end. Whole block. */
+template <int RB>
+HX_DEVICE void stage_inputs(float *xs, const float *x, const plain &p, int64_t r0, int64_t i0,
+                            int log_l)
+{
+    __syncthreads();
+    for (int i = threadIdx.x; i < RB << (log_l + 7); i += THREADS) {
+        const int r = i >> (log_l + 7), at = i & ((BLOCK << log_l) - 1);
+        const bool inside = r0 + r < p.rows && i0 + at < p.m.k;
+
+        xs[((r << log_l) + (at >> 7)) * PITCH + (at & 127)] =
+            inside ? x[r * p.ldx + i0 + at] : 0.0f;
+    }
+    __syncthreads();
+}
+
+/* Eight weights onto the eight lanes of each row; step: floats from row to row of x. */
+template <int RB>
+HX_DEVICE void add_lanes(float acc[RB][8], const float w[8], const float *x, int step)
+{
+#pragma unroll
+    for (int r = 0; r < RB; r++) {
+        const float4 lo = *(const float4 *)(x + r * step);
+        const float4 hi = *(const float4 *)(x + r * step + 4);
+
+        acc[r][0] = fmaf(w[0], lo.x, acc[r][0]);
+        acc[r][1] = fmaf(w[1], lo.y, acc[r][1]);
+        acc[r][2] = fmaf(w[2], lo.z, acc[r][2]);
+        acc[r][3] = fmaf(w[3], lo.w, acc[r][3]);
+        acc[r][4] = fmaf(w[4], hi.x, acc[r][4]);
+        acc[r][5] = fmaf(w[5], hi.y, acc[r][5]);
+        acc[r][6] = fmaf(w[6], hi.z, acc[r][6]);
+        acc[r][7] = fmaf(w[7], hi.w, acc[r][7]);
+    }
+}
+
 /* Four warps, 2^log_l threads an output, RB rows. Grid (outputs, R / RB, heads or picks);
  * shared: RB chunks of 2^log_l blocks of x. Reads the weights once for RB rows. */
 template <int FMT, int RB>
@@ -134,39 +174,38 @@ __global__ void __launch_bounds__(THREADS)
     const int64_t row = p.first + (int64_t)blockIdx.z * p.stride + (o < p.n ? o : p.n - 1);
     const int chunks = (int)((n_block + l - 1) >> log_l);
     for (int c = 0; c < chunks; c++) {
-        const int64_t i0 = (int64_t)c << (log_l + 7);
+        const int64_t i0 = (int64_t)c << (log_l + 7), mine = i0 + b * BLOCK;
+        const float *v = xs + b * PITCH;
         float acc[RB][8] = {}, t[RB];
 
-        __syncthreads();
-        for (int i = threadIdx.x; i < RB << (log_l + 7); i += THREADS) {
-            const int r = i >> (log_l + 7), at = i & ((BLOCK << log_l) - 1);
-            const bool inside = r0 + r < p.rows && i0 + at < k;
+        if (m.wide) {
+            /* The first weights are on their way while the inputs are fetched. */
+            constexpr int N = FMT == HX_FMT_F32 || RB > 1 ? 8 : 16;
+            hx_raw8<FMT> raw[N];
 
-            xs[((r << log_l) + (at >> 7)) * PITCH + (at & 127)] =
-                inside ? x[r * p.ldx + i0 + at] : 0.0f;
-        }
-        __syncthreads();
-        const int64_t mine = i0 + b * BLOCK;
-        if (mine < k) {
-#pragma unroll 4
-            for (int s = 0; s < BLOCK; s += 8) {
+#pragma unroll
+            for (int h = 0; h < BLOCK / 8; h += N) {
+#pragma unroll
+                for (int s = 0; s < N; s++)
+                    raw[s] = hx_plain_raw8<FMT>(m, row, mine + 8 * (h + s));
+                if (h == 0)
+                    stage_inputs<RB>(xs, x, p, r0, i0, log_l);
+                if (mine < k)
+#pragma unroll
+                    for (int s = 0; s < N; s++) {
+                        float w[8];
+
+                        hx_plain_widen8<FMT>(w, raw[s], m, row, mine + 8 * (h + s));
+                        add_lanes<RB>(acc, w, v + 8 * (h + s), PITCH << log_l);
+                    }
+            }
+        } else {
+            stage_inputs<RB>(xs, x, p, r0, i0, log_l);
+            for (int s = 0; s < BLOCK && mine < k; s += 8) {
                 float w[8];
 
                 hx_plain_load8<FMT>(w, m, row, mine + s);
-#pragma unroll
-                for (int r = 0; r < RB; r++) {
-                    const float *v = xs + ((r << log_l) + b) * PITCH + s;
-                    const float4 lo = *(const float4 *)v, hi = *(const float4 *)(v + 4);
-
-                    acc[r][0] = fmaf(w[0], lo.x, acc[r][0]);
-                    acc[r][1] = fmaf(w[1], lo.y, acc[r][1]);
-                    acc[r][2] = fmaf(w[2], lo.z, acc[r][2]);
-                    acc[r][3] = fmaf(w[3], lo.w, acc[r][3]);
-                    acc[r][4] = fmaf(w[4], hi.x, acc[r][4]);
-                    acc[r][5] = fmaf(w[5], hi.y, acc[r][5]);
-                    acc[r][6] = fmaf(w[6], hi.z, acc[r][6]);
-                    acc[r][7] = fmaf(w[7], hi.w, acc[r][7]);
-                }
+                add_lanes<RB>(acc, w, v + s, PITCH << log_l);
             }
         }
         /* The blocks of a chunk are a subtree; one without a partner moves up. */
@@ -218,7 +257,7 @@ template <int FMT, int RB> __global__ void plain_columns(const __grid_constant__
 
 static int column_product(hx_cuda *c, plain p, hx_fmt fmt, int64_t nz, hx_err *err)
 {
-    const int64_t rows = p.rows, blocks = HX_MIN(hx_ceil_div(p.n, BLOCK), COLUMN_BLOCKS);
+    const int64_t rows = p.rows, blocks = HX_MIN(hx_ceil_div(p.n, BLOCK), (int64_t)COLUMN_BLOCKS);
 
     for (int64_t r = 0; r < rows; r += MAX_GRID_Y) {
         p.rows = HX_MIN(MAX_GRID_Y, rows - r);
@@ -226,31 +265,73 @@ static int column_product(hx_cuda *c, plain p, hx_fmt fmt, int64_t nz, hx_err *e
         const dim3 grid((unsigned)hx_ceil_div(p.m.k, 32), (unsigned)hx_ceil_div(p.rows, rb),
                         (unsigned)nz);
         const unsigned threads = (unsigned)(32 * blocks);
+        const size_t shared = (size_t)(blocks * BLOCK * 32) * hx_plain_bytes(fmt);
 
         if (rb == 1)
             HX_PLAIN_SWITCH(fmt, HX_LAUNCH(c, "head_matmul", err, (plain_columns<FMT, 1>), grid,
-                                           threads, 0, p))
+                                           threads, shared, p))
         else
             HX_PLAIN_SWITCH(fmt, HX_LAUNCH(c, "head_matmul", err,
-                                           (plain_columns<FMT, MAX_ROWS>), grid, threads, 0, p))
+                                           (plain_columns<FMT, MAX_ROWS>), grid, threads,
+                                           shared, p))
         p.x += p.rows * p.ldx;
         p.y += p.rows * p.ldy;
     }
     return 0;
 }
 
+template <int FMT> __host__ __device__ constexpr int weight_bytes(void)
+{
+    return FMT == HX_FMT_F32 ? 4 : FMT == HX_FMT_FP8 ? 1 : 2;
+}
+
+/* Starts to copy len rows of 32 columns into the warp's tile, all at once. */
+template <int FMT>
+HX_DEVICE void fetch_tile(char *tile, const hx_plain_mat &m, int64_t row, int64_t col, int len)
+{
+    constexpr int row_bytes = 32 * weight_bytes<FMT>(), per = row_bytes / 16;
+    const char *from = (const char *)m.w + (row * m.k + col) * weight_bytes<FMT>();
+
+    for (int i = threadIdx.x & 31; i < len * per; i += 32) {
+        const uint32_t to = (uint32_t)__cvta_generic_to_shared(tile + i * 16);
+
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to),
+                     "l"(from + i / per * m.k * weight_bytes<FMT>() + i % per * 16));
+    }
+}
+
+/* Weight of the lane's column in row i of the tile, which is W[row, col]. */
+template <int FMT>
+HX_DEVICE float tile_at(const char *tile, int i, const hx_plain_mat &m, int64_t row, int64_t col)
+{
+    const int at = i * 32 + (threadIdx.x & 31);
+
+    if (FMT == HX_FMT_F32)
+        return ((const float *)tile)[at];
+    if (FMT == HX_FMT_F16)
+        return hx_half_to(((const uint16_t *)tile)[at]);
+    if (FMT == HX_FMT_BF16)
+        return hx_bf16_to(((const uint16_t *)tile)[at]);
+    return hx_e4m3_to(((const uint8_t *)tile)[at]) * hx_plain_scale(m, row, col);
+}
+
 /* 32 columns, a warp for each 128 inputs, RB rows; p.n inputs, p.m.k outputs. Grid
- * (k / 32, R / RB, heads). Reads the weights of the head once for RB rows. */
+ * (k / 32, R / RB, heads), shared: a tile of 128 x 32 weights for each warp. Reads the
+ * weights of the head once for RB rows. */
 template <int FMT, int RB>
 __global__ void __launch_bounds__(32 * COLUMN_BLOCKS)
     plain_columns(const __grid_constant__ plain p)
 {
+    extern __shared__ __align__(16) char tiles[];
     __shared__ float xs[RB][COLUMN_BLOCKS * BLOCK], term[RB][COLUMN_BLOCKS][32];
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const int64_t col = (int64_t)blockIdx.x * 32 + lane, k = p.m.k;
     const int64_t r0 = (int64_t)blockIdx.y * RB, z = blockIdx.z;
     const int64_t n_block = (p.n + BLOCK - 1) / BLOCK;
     const int chunks = (int)((n_block + COLUMN_BLOCKS - 1) / COLUMN_BLOCKS);
+    const uintptr_t odd = (uintptr_t)p.m.w | (uintptr_t)(k * weight_bytes<FMT>());
+    const bool tiled = odd % 16 == 0 && (int64_t)(blockIdx.x + 1) * 32 <= k;
+    char *tile = tiles + warp * BLOCK * 32 * weight_bytes<FMT>();
     float level[LEVELS][RB];
 
     for (int c = 0; c < chunks; c++) {
@@ -261,22 +342,28 @@ __global__ void __launch_bounds__(32 * COLUMN_BLOCKS)
         float acc[RB] = {};
 
         __syncthreads();
+        if (tiled && warp < here)
+            fetch_tile<FMT>(tile, p.m, p.first + z * p.stride + first, col - lane, len);
         for (int i = threadIdx.x; i < here * BLOCK; i += blockDim.x)
             for (int r = 0; r < RB; r++)
                 xs[r][i] = r0 + r < p.rows && i0 + i < p.n
                                ? p.x[(r0 + r) * p.ldx + z * p.x_head + i0 + i]
                                : 0.0f;
+        asm volatile("cp.async.wait_all;" ::: "memory");
         __syncthreads();
         if (warp < here && col < k) {
             const int64_t row = p.first + z * p.stride + first;
 
+            const float *v = &xs[0][warp * BLOCK];
+
 #pragma unroll 8
             for (int i = 0; i < len; i++) {
-                const float w = hx_plain_at<FMT>(p.m, row + i, col);
+                const float w = tiled ? tile_at<FMT>(tile, i, p.m, row + i, col)
+                                      : hx_plain_at<FMT>(p.m, row + i, col);
 
 #pragma unroll
                 for (int r = 0; r < RB; r++)
-                    acc[r] = fmaf(w, xs[r][warp * BLOCK + i], acc[r]);
+                    acc[r] = fmaf(w, v[r * COLUMN_BLOCKS * BLOCK + i], acc[r]);
             }
         }
         for (int r = 0; r < RB; r++)
@@ -302,7 +389,6 @@ __global__ void __launch_bounds__(32 * COLUMN_BLOCKS)
     }
     if (warp != 0 || col >= k)
         return;
-    (void)warps;
 #pragma unroll
     for (int r = 0; r < RB; r++) {
         float sum = 0;
@@ -657,7 +743,7 @@ extern "C" int hx_cuda_moe_op(hx_dev *d, const hx_moe_args *a, hx_err *err)
 {
     hx_cuda *c = hx_cuda_of(d);
     const hx_cuda_work w = work_of(c);
-    const hx_cuda_expert *expert;
+    const hx_cuda_expert *expert = NULL;
     int64_t most = a->rows;
     int rc;
 

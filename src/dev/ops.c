@@ -2,13 +2,16 @@
  *
  * Called by model (operations) and engine (open, close, memory). Every argument is
  * checked here, once for all backends, and the backend's table is called; backends trust
- * what they get. Nothing here computes. Both backends run on the host, so ids and picks
- * are read here too; a backend with memory of its own must check those where they lie. */
+ * what they get. Nothing here computes. Ids and picks are looked at too where buffers are
+ * host memory; a backend with memory of its own must be safe against those it finds. */
 #include <math.h>
 #include <stdio.h>
 
 #include "dev/cpu.h"
 #include "dev/ref.h"
+#ifdef HX_CUDA
+#include "dev/cuda_dev.h"
+#endif
 
 enum {
     MAX_STREAMS = 8, /* residual streams; backends keep per-row arrays of them */
@@ -24,6 +27,7 @@ typedef struct {
     const char *op;
     hx_err *err;
     int rc;
+    bool host; /* buffers can be read here */
 } check;
 
 enum { F32 = 4, I32 = 4 }; /* bytes */
@@ -103,9 +107,9 @@ static void not_negative(check *c, const char *name, float v)
         REFUSE(c, "%s: %s is %g, must be 0 or more and finite", c->op, name, (double)v);
 }
 
-/* i32 ids, each lo .. hi - 1. */
-static void ids_in(check *c, const char *name, hx_buf b, int64_t n, int64_t lo,
-                   int64_t hi)
+/* i32 ids in host memory, each lo .. hi - 1. */
+static void host_ids_in(check *c, const char *name, hx_buf b, int64_t n, int64_t lo,
+                        int64_t hi)
 {
     dense(c, name, b, n, 1, 1);
     for (int64_t i = 0; i < n && c->rc == 0; i++) {
@@ -115,6 +119,16 @@ static void ids_in(check *c, const char *name, hx_buf b, int64_t n, int64_t lo,
             REFUSE(c, "%s: %s[%lld] is %d, must be %lld to %lld", c->op, name,
                    (long long)i, id, (long long)lo, (long long)hi - 1);
     }
+}
+
+/* The same in memory of the device. */
+static void ids_in(check *c, const char *name, hx_buf b, int64_t n, int64_t lo,
+                   int64_t hi)
+{
+    if (c->host)
+        host_ids_in(c, name, b, n, lo, hi);
+    else
+        dense(c, name, b, n, 1, 1);
 }
 
 static void mat_exl3(check *c, const char *name, const hx_mat *m)
@@ -537,7 +551,7 @@ static void check_mla_attend(check *c, const hx_mla_attend_args *a)
     at_least(c, "k_pick", a->k_pick, 1);
     dense(c, "pick", a->pick, a->rows.n_row, a->k_pick, 1);
     dense(c, "n_pick", a->n_pick, a->rows.n_row, 1, 1);
-    for (int32_t i = 0; i < a->rows.n_span && c->rc == 0; i++)
+    for (int32_t i = 0; i < a->rows.n_span && c->rc == 0 && c->host; i++)
         picks(c, a, &a->rows.span[i]);
 }
 
@@ -554,7 +568,8 @@ static void check_router(check *c, const hx_router_args *a)
     dense(c, "weight", a->weight, a->rows, a->active, 1);
 }
 
-/* Only the experts that are picked are looked at; all have the first one's shapes. */
+/* Only the experts that are picked are looked at, or all where the picks are not to be
+ * seen; all have the first one's shapes. */
 static void check_moe(check *c, const hx_moe_args *a)
 {
     const hx_expert *x = a->expert;
@@ -572,8 +587,9 @@ static void check_moe(check *c, const hx_moe_args *a)
     dense(c, "y", a->y, a->rows, a->active, d);
     dense(c, "x", a->x, a->rows, d, 1);
     ids_in(c, "id", a->id, a->rows * a->active, INT32_MIN, a->n_expert);
-    for (int64_t i = 0; i < a->rows * a->active && c->rc == 0; i++) {
-        const int32_t id = ((const int32_t *)a->id.p)[i];
+    const int64_t n = c->host ? a->rows * a->active : a->n_expert;
+    for (int64_t i = 0; i < n && c->rc == 0; i++) {
+        const int64_t id = c->host ? ((const int32_t *)a->id.p)[i] : i;
 
         if (id < 0)
             continue;
@@ -597,7 +613,8 @@ static void list_in(check *c, const char *name, const int32_t *id, int64_t n, in
 {
     at_least(c, name, n, 0);
     if (c->rc == 0 && n > 0)
-        ids_in(c, name, (hx_buf) { (void *)(uintptr_t)id, (size_t)n * I32 }, n, 0, hi);
+        host_ids_in(c, name, (hx_buf) { (void *)(uintptr_t)id, (size_t)n * I32 }, n, 0,
+                    hi);
 }
 
 static void sample_row(check *c, const hx_sample_row *s, int64_t n_vocab)
@@ -652,10 +669,11 @@ static void check_sample(check *c, const hx_sample_args *a)
 #define X(op)                                                                            \
     int hx_op_##op(hx_dev *d, const hx_##op##_args *a, hx_err *err)                      \
     {                                                                                    \
-        check c = { #op, err, 0 };                                                       \
+        check c = { #op, err, 0, true };                                                 \
                                                                                          \
         if (d == NULL || a == NULL)                                                      \
             return hx_fail(err, HX_EARG, #op ": no device or no arguments");             \
+        c.host = hx_dev_is_host(d);                                                      \
         check_##op(&c, a);                                                               \
         return c.rc != 0 ? c.rc : d->ops->op(d, a, err);                                 \
     }
@@ -666,12 +684,17 @@ HX_OPS(X)
 
 typedef struct {
     const hx_dev_ops *ops;
-    size_t (*scratch_bytes)(const hx_dev_limits *, int n_thread);
+    size_t (*scratch_bytes)(const hx_dev_limits *, int n_thread); /* of the host */
+    int (*open)(hx_dev *, const hx_dev_opt *, hx_err *); /* NULL: nothing of its own */
+    void (*close)(hx_dev *);
 } backend;
 
 static const backend backends[] = {
-    { &hx_cpu_ops, hx_cpu_scratch_bytes },
-    { &hx_ref_ops, hx_ref_scratch_bytes },
+    { &hx_cpu_ops, hx_cpu_scratch_bytes, NULL, NULL },
+    { &hx_ref_ops, hx_ref_scratch_bytes, NULL, NULL },
+#ifdef HX_CUDA
+    { &hx_cuda_ops, NULL, hx_cuda_open, hx_cuda_close },
+#endif
 };
 
 static const char *const isa_names[HX_N_ISA] = {
@@ -680,12 +703,31 @@ static const char *const isa_names[HX_N_ISA] = {
     [HX_ISA_AVX512] = "avx512",
 };
 
+/* A name, or a name and a number: "cuda:1". */
 static const backend *find_backend(const char *name)
 {
-    for (size_t i = 0; i < HX_LEN(backends); i++)
-        if (strcmp(backends[i].ops->name, name) == 0)
-            return &backends[i];
+    for (size_t i = 0; i < HX_LEN(backends); i++) {
+        const backend *b = &backends[i];
+        const size_t n = strlen(b->ops->name);
+
+        if (strncmp(b->ops->name, name, n) == 0 &&
+            (name[n] == 0 || (name[n] == ':' && b->open != NULL)))
+            return b;
+    }
     return NULL;
+}
+
+static int unknown_device(const char *name, hx_err *err)
+{
+    const bool cuda = strncmp(name, "cuda", 4) == 0 && (name[4] == 0 || name[4] == ':');
+
+    if (cuda)
+        return hx_fail(err, HX_EUNSUP,
+                       "device %s: this program was built without CUDA; build it where nvcc "
+                       "is installed, or use the device cpu",
+                       name);
+    return hx_fail(err, HX_EARG, "device %s: unknown; there are cpu, ref, cuda and cuda:N",
+                   name);
 }
 
 /* An operation that the table lacks, or NULL. */
@@ -738,7 +780,7 @@ int hx_dev_open(hx_dev **out, const hx_dev_opt *opt, hx_err *err)
 
     *out = NULL;
     if (b == NULL) {
-        rc = hx_fail(err, HX_EARG, "device %s: unknown; there are cpu and ref", name);
+        rc = unknown_device(name, err);
         goto fail;
     }
     if ((missing = lacking(b->ops)) != NULL) {
@@ -751,6 +793,15 @@ int hx_dev_open(hx_dev **out, const hx_dev_opt *opt, hx_err *err)
         goto fail;
     }
     d->ops = b->ops;
+    if (b->open != NULL) {
+        hx_dev_opt named = *opt;
+
+        named.name = name;
+        if ((rc = b->open(d, &named, err)) != 0)
+            goto fail;
+        *out = d;
+        return 0;
+    }
     if ((rc = choose_isa(d, opt->isa, err)) != 0 ||
         (rc = hx_pool_open(&d->pool, opt->n_threads > 0 ? opt->n_threads : hx_sys_n_cpu(),
                            opt->cpus, err)) != 0)
@@ -775,6 +826,9 @@ void hx_dev_close(hx_dev *d)
 {
     if (d == NULL)
         return;
+    const backend *b = find_backend(d->ops->name);
+    if (b->close != NULL)
+        b->close(d);
     hx_pool_close(d->pool);
     if (d->scratch != NULL)
         hx_unmap(d->scratch, d->scratch_bytes);

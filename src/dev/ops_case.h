@@ -54,7 +54,7 @@ typedef struct {
     char *mem, *p;   /* with guards; the data */
     int64_t n, row;  /* elements, and how many a row of the call has (0: shared) */
     void **at;       /* where the arguments point to it */
-    size_t *size_at; /* its hx_buf.n, or NULL */
+    size_t *size_at; /* its hx_buf.n; NULL: weights */
     uint64_t sum;    /* of an IN buffer */
 } tbuf;
 
@@ -76,6 +76,7 @@ typedef struct {
     double nmse;    /* of floats; ids are always exact */
     double exl3;    /* when a case has EXL3 matrices (0: as nmse) */
     bool same_bits; /* on every instruction set of a backend */
+    bool canonical; /* and on every backend but ref */
     const char *why;
 } bound;
 
@@ -157,7 +158,7 @@ static void *add(trial *t, const char *name, role r, type ty, int64_t n, int64_t
                   .row = row,
                   .at = at,
                   .size_at = size_at };
-    const int skew = at == NULL ? t->skew : 0;
+    const int skew = size_at == NULL ? t->skew : 0;
     b->mem = hx_alloc(2 * GUARD + data_bytes(b) + 64);
     assert_non_null(b->mem);
     memset(b->mem, 0x5C, 2 * GUARD + data_bytes(b) + 64);
@@ -167,8 +168,7 @@ static void *add(trial *t, const char *name, role r, type ty, int64_t n, int64_t
     else
         for (int64_t i = 0; i < b->n; i++)
             memcpy(b->p + 4 * i, &POISON, 4);
-    if (at != NULL)
-        *at = b->p;
+    *at = b->p;
     if (size_at != NULL)
         *size_at = data_bytes(b);
     return b->p;
@@ -227,10 +227,10 @@ static const char *joined(trial *t, const char *a, const char *b)
     return s;
 }
 
-static const void *weight_buf(trial *t, const char *name, const char *part, type ty,
-                              int64_t n)
+static char *weight_buf(trial *t, const char *name, const char *part, type ty, int64_t n,
+                        const void **at)
 {
-    return add(t, joined(t, name, part), IN, ty, n, 0, NULL, NULL);
+    return add(t, joined(t, name, part), IN, ty, n, 0, (void **)(uintptr_t)at, NULL);
 }
 
 /* The matrix that *m describes, with random weights; outputs of about the inputs' size.
@@ -241,25 +241,21 @@ static void weights(trial *t, const char *name, hx_mat *m)
     const int64_t n = m->n * m->k;
 
     if (m->bias != NULL)
-        tame_halves(
-            (char *)(uintptr_t)(m->bias = weight_buf(t, name, "bias", T_U16, m->n)), m->n,
-            0);
+        tame_halves(weight_buf(t, name, "bias", T_U16, m->n, &m->bias), m->n, 0);
     if (m->fmt == HX_FMT_EXL3) {
         m->n_pad = (m->n + 127) / 128 * 128;
         m->k_pad = (m->k + 127) / 128 * 128;
-        m->w = weight_buf(t, name, "w", T_U16, m->n_pad * m->k_pad / 32 * m->k2);
-        m->suh = weight_buf(t, name, "suh", T_U16, m->k_pad);
-        m->svh = weight_buf(t, name, "svh", T_U16, m->n_pad);
-        tame_halves((char *)(uintptr_t)m->suh, m->k_pad, HX_MAX(0, -ilogbf(size)));
-        tame_halves((char *)(uintptr_t)m->svh, m->n_pad, 0);
+        weight_buf(t, name, "w", T_U16, m->n_pad * m->k_pad / 32 * m->k2, &m->w);
+        tame_halves(weight_buf(t, name, "suh", T_U16, m->k_pad, &m->suh), m->k_pad,
+                    HX_MAX(0, -ilogbf(size)));
+        tame_halves(weight_buf(t, name, "svh", T_U16, m->n_pad, &m->svh), m->n_pad, 0);
         return;
     }
-    m->w = weight_buf(t, name, "w",
-                      m->fmt == HX_FMT_F32   ? T_F32
-                      : m->fmt == HX_FMT_FP8 ? T_U8
-                                             : T_U16,
-                      n);
-    char *w = (char *)(uintptr_t)m->w;
+    char *w = weight_buf(t, name, "w",
+                         m->fmt == HX_FMT_F32   ? T_F32
+                         : m->fmt == HX_FMT_FP8 ? T_U8
+                                                : T_U16,
+                         n, &m->w);
     uint64_t seed = t->seed + (uint64_t)t->n_buf;
     for (int64_t i = 0; i < n; i++) {
         const float v = next_normal(&seed) * size;
@@ -278,11 +274,11 @@ static void weights(trial *t, const char *name, hx_mat *m)
     m->block_k = m->block_k > 0 ? m->block_k : 128;
     const int64_t n_scale =
         (m->n + m->block_n - 1) / m->block_n * ((m->k + m->block_k - 1) / m->block_k);
-    m->scale = weight_buf(t, name, "scale", T_F32, n_scale);
+    char *scale = weight_buf(t, name, "scale", T_F32, n_scale, &m->scale);
     for (int64_t i = 0; i < n_scale; i++) {
         const float v = size / 100 * (1 + (float)(i % 7));
 
-        memcpy((char *)(uintptr_t)m->scale + 4 * i, &v, 4);
+        memcpy(scale + 4 * i, &v, 4);
     }
 }
 
@@ -345,13 +341,12 @@ static void paged(trial *t, const char *name, hx_pages *g, const hx_rows *r, int
     row_buf(t, &g->data, name, ro, g->fmt == HX_CACHE_F32 ? T_F32 : T_BF16,
             g->n_page * (HX_PAGE / unit) * g->width, 1);
     t->buf[t->n_buf - 1].row = 0;
-    void *table = NULL;
-    add(t, joined(t, name, "table"), IN, T_I32, slots_n * g->max_page, 0, &table, NULL);
-    t->buf[t->n_buf - 1].at = NULL;
+    int32_t *table = add(t, joined(t, name, "table"), IN, T_I32, slots_n * g->max_page, 0,
+                         &g->table_dev.p, &g->table_dev.n);
     g->table = table;
     for (int64_t q = 0, next = used; q < slots_n; q++)
         for (int64_t p = 0; p < g->max_page; p++)
-            ((int32_t *)table)[q * g->max_page + p] =
+            table[q * g->max_page + p] =
                 p * HX_PAGE < slot_end(r, q) ? (int32_t)next-- : -1;
 }
 
@@ -659,7 +654,7 @@ static void fill_sample(trial *t, hx_sample_args *a)
         .fmt = HX_CACHE_##FMT, .width = W                                                \
     }
 
-OP_CASES(embed, .nmse = 0, .same_bits = true, .why = "one value, at most one rounding") {
+OP_CASES(embed, .nmse = 0, .same_bits = true, .canonical = true, .why = "one value, at most one rounding") {
     { .rows = 1, .streams = 1, .table = MAT(F32, 1, 1) },
     { .rows = 5, .streams = 4, .table = MAT(BF16, 37, 129) },
     { .rows = 3, .streams = 2, .table = MAT(F16, 9, 17) },
@@ -696,7 +691,7 @@ OP_CASES(layernorm, .nmse = 1e-13, .why = "f32 sums; the mean is twice the devia
 VECTORS(layernorm) { { .rows = 2, .dim = 5, .ldx = 5, .ldy = 5, .eps = 1e-6f } };
 
 OP_CASES(
-    matmul, .nmse = 1e-12, .exl3 = 1e-7, .same_bits = true,
+    matmul, .nmse = 1e-12, .exl3 = 1e-7, .same_bits = true, .canonical = true,
     .why = "f32 FMAs in a tree; EXL3: 16-bit activations (7e-10) and, for MUL1, weights "
            "that are not rounded to fp16 (4e-8)") {
     { .rows = 1, .w = MAT(F32, 1, 1) },
@@ -746,7 +741,7 @@ VECTORS(matmul) {
     { .rows = 2, .w = EXL3(100, 128, 2, 3INST) },
 };
 
-OP_CASES(head_matmul, .nmse = 1e-12, .same_bits = true, .why = "f32 FMAs in a tree") {
+OP_CASES(head_matmul, .nmse = 1e-12, .same_bits = true, .canonical = true, .why = "f32 FMAs in a tree") {
     { .rows = 1, .heads = 1, .n = 1, .stride = 1, .w = MAT(F32, 1, 1) },
     { .rows = 3, .heads = 3, .n = 5, .stride = 11, .first = 2, .w = MAT(BF16, 30, 67) },
     { .rows = 3,
@@ -1064,7 +1059,7 @@ OP_CASES(router, .nmse = 1e-13,
 };
 VECTORS(router) { { .rows = 3, .active = 3, .factor = 2.5f, .w = MAT(BF16, 6, 5) } };
 
-OP_CASES(moe, .nmse = 1e-12, .exl3 = 4e-7, .same_bits = true,
+OP_CASES(moe, .nmse = 1e-12, .exl3 = 4e-7, .same_bits = true, .canonical = true,
          .why = "three products (see matmul) and swiglu") {
     { .rows = 1, .active = 1, .n_expert = 1, .expert = EXPERT(F32, 1, 1), .limit = 10 },
     { .rows = 4,
@@ -1109,7 +1104,7 @@ VECTORS(moe) {
     { .rows = 3, .active = 2, .n_expert = 3, .expert = EXPERT(BF16, 4, 3), .limit = 2.5f }
 };
 
-OP_CASES(combine, .nmse = 1e-13, .same_bits = true, .why = "A f32 FMAs") {
+OP_CASES(combine, .nmse = 1e-13, .same_bits = true, .canonical = true, .why = "A f32 FMAs") {
     { .rows = 1, .active = 1, .dim = 1 },
     { .rows = 3, .active = 4, .dim = 131 },
     { .rows = 9, .active = 8, .dim = 4096 },

@@ -4,7 +4,8 @@
  * and thread count, with poisoned outputs and guarded buffers. One set of vectors that do
  * not come from this program (tests/data/ops). Then what the operations promise about
  * each other. `ops_test --bench [OP]` times the cases of the same table, `ops_test
- * PATTERN` runs the tests whose names match. */
+ * PATTERN` runs the tests whose names match; `--gpu` before either: only what is needed to
+ * judge a GPU. */
 #include "dev/ops_case.h"
 
 enum { BIG_BYTES = 4 << 20 }; /* cases that move more run once on a device */
@@ -17,11 +18,130 @@ typedef struct {
     hx_dev *dev;
 } lane;
 
-enum { MAX_LANE = 2 + 2 * HX_N_ISA };
+enum { MAX_LANE = 3 + 2 * HX_N_ISA };
 static struct {
     lane lane[MAX_LANE];
     int n;
 } lanes;
+
+/* ---- device memory --------------------------------------------------- */
+
+/* The buffers of a trial on a device with memory of its own, guards and all. */
+static struct {
+    hx_dev *dev;
+    hx_buf mem;
+    size_t at[MAX_BUF], n[MAX_BUF]; /* of each buffer: guard, data, guard */
+    void *host[MAX_BUF];            /* what the arguments pointed to */
+} image;
+
+static hx_rows *rows_of(trial *t)
+{
+    return (hx_rows *)(void *)(t->args + t->op->rows_at);
+}
+
+static void copied(int rc, const hx_err *err)
+{
+    if (rc != 0)
+        fail_msg("copy: %s", err->msg);
+}
+
+/* Memory for n bytes on d; what was there is gone. */
+static void image_room(hx_dev *d, size_t n)
+{
+    hx_err err = { 0 };
+
+    if (image.dev == d && image.mem.n >= n)
+        return;
+    if (image.dev != NULL)
+        hx_dev_free(image.dev, &image.mem);
+    image.dev = d;
+    copied(hx_dev_alloc(d, &image.mem, n + n / 2, &err), &err);
+}
+
+/* Where on the device the host pointer p of an argument lies: in buffer k, or in another
+ * one when a test lets two of them share memory. */
+static void *image_of(const trial *t, int k, const char *p)
+{
+    for (int i = -1; i < t->n_buf; i++) {
+        const int j = i < 0 ? k : i;
+        const tbuf *b = &t->buf[j];
+
+        if (p >= b->p && p <= b->p + data_bytes(b))
+            return (char *)image.mem.p + image.at[j] + GUARD + (p - b->p);
+    }
+    fail_msg("%s: a pointer of %s lies in no buffer", t->op->name, t->buf[k].name);
+    return NULL;
+}
+
+/* Copies all buffers to the device and points the arguments there. Weights are aligned
+ * there. Half the trials have their spans on the device, too. */
+static void image_put(hx_dev *d, trial *t)
+{
+    hx_err err = { 0 };
+    size_t n = 0;
+
+    for (int i = 0; i < t->n_buf; i++) {
+        const tbuf *b = &t->buf[i];
+
+        image.at[i] = n;
+        image.n[i] = (size_t)(b->mem + 2 * GUARD + data_bytes(b) + 64 - (b->p - GUARD));
+        n += (image.n[i] + 255) / 256 * 256;
+    }
+    const size_t spans = t->op->spans ? (size_t)rows_of(t)->n_span * sizeof(hx_span) : 0;
+    image_room(d, n + spans);
+    for (int i = 0; i < t->n_buf; i++) {
+        const tbuf *b = &t->buf[i];
+
+        copied(hx_dev_put(d, hx_buf_at(image.mem, image.at[i]), b->p - GUARD, image.n[i],
+                          &err),
+               &err);
+        image.host[i] = *b->at;
+        if (*b->at != NULL)
+            *b->at = image_of(t, i, *b->at);
+    }
+    if (spans > 0 && t->seed % 2 != 0) {
+        rows_of(t)->dev = hx_buf_at(image.mem, n);
+        copied(hx_dev_put(d, rows_of(t)->dev, rows_of(t)->span, spans, &err), &err);
+    }
+}
+
+static void image_get(hx_dev *d, trial *t)
+{
+    hx_err err = { 0 };
+
+    for (int i = 0; i < t->n_buf; i++) {
+        const tbuf *b = &t->buf[i];
+
+        copied(hx_dev_get(d, b->p - GUARD, hx_buf_at(image.mem, image.at[i]), image.n[i],
+                          &err),
+               &err);
+        *b->at = image.host[i];
+    }
+    if (t->op->spans)
+        rows_of(t)->dev = (hx_buf) { NULL, 0 };
+}
+
+/* A device of its own leaves a negative id where a row has none to choose. */
+static int unchosen(const trial *t, hx_err *err)
+{
+    const hx_sample_args *a = (const void *)t->args;
+
+    for (int64_t r = 0; r < a->rows && strcmp(t->op->name, "sample") == 0; r++)
+        if (((const int32_t *)a->id.p)[r] < 0)
+            return hx_fail(err, HX_EARG, "sample: row %lld: no id", (long long)r);
+    return 0;
+}
+
+/* The call, with all buffers where the device can see them. */
+static int call_op(hx_dev *d, trial *t, hx_err *err)
+{
+    if (hx_dev_is_host(d))
+        return t->op->call(d, t->args, err);
+    image_put(d, t);
+    const int rc = t->op->call(d, t->args, err);
+    image_get(d, t);
+    return rc != 0 ? rc : unchosen(t, err);
+}
 
 static size_t trial_bytes(const trial *t)
 {
@@ -165,11 +285,6 @@ static double check_against(const char *label, const trial *ref, const trial *go
     return worst;
 }
 
-static hx_rows *rows_of(trial *t)
-{
-    return (hx_rows *)(void *)(t->args + t->op->rows_at);
-}
-
 static int64_t n_row(trial *t)
 {
     return t->op->spans ? rows_of(t)->n_row
@@ -201,7 +316,7 @@ static int run_rows(hx_dev *d, trial *t, int64_t r0, int64_t n, const hx_span *s
     } else {
         *(int64_t *)(void *)(t->args + t->op->rows_at) = n;
     }
-    const int rc = t->op->call(d, t->args, err);
+    const int rc = call_op(d, t, err);
     memcpy(t->args, saved, sizeof(saved));
     return rc;
 }
@@ -235,7 +350,7 @@ static trial *run_case(const char *label, hx_dev *d, const op_row *op, size_t i,
     if (pieces)
         run_in_pieces(label, d, t);
     else
-        check_ok(label, op->call(d, t->args, &err), &err);
+        check_ok(label, call_op(d, t, &err), &err);
     check_clean(label, t);
     return t;
 }
@@ -250,7 +365,7 @@ static trial *run_thrice(const char *label, const lane *l, const op_row *op, siz
 {
     trial *a = run_case(label, l->dev, op, i, false);
 
-    if (trial_bytes(a) > BIG_BYTES || (is_ref(l) && hx_pool_size(l->dev->pool) > 1))
+    if (trial_bytes(a) > BIG_BYTES || (is_ref(l) && l != &lanes.lane[0]))
         return a;
     for (int pieces = 0; pieces < 2; pieces++) {
         trial *b = run_case(label, l->dev, op, i, pieces != 0);
@@ -288,8 +403,12 @@ static void test_op(void **state)
             for (int k = 0; k < l; k++) {
                 const lane *of = &lanes.lane[k];
 
-                if (same_backend(of, at) &&
-                    (op->bound->same_bits || of->dev->level == at->dev->level)) {
+                const bool same =
+                    same_backend(of, at)
+                        ? op->bound->same_bits || of->dev->level == at->dev->level
+                        : op->bound->canonical && !is_ref(of);
+
+                if (same) {
                     char than[100];
 
                     snprintf(than, sizeof(than), "than on %s", of->name);
@@ -370,7 +489,7 @@ static void run_vector(const lane *l, const op_row *op, size_t i, const hx_json 
         if (b->role == IN || b->role == STATE || hx_json_has(data, after))
             put_json(label, b, j);
     }
-    check_ok(label, op->call(l->dev, t->args, &err), &err);
+    check_ok(label, call_op(l->dev, t, &err), &err);
     for (tbuf *b = t->buf; b < t->buf + t->n_buf; b++) {
         const bool ref = strcmp(l->dev->ops->name, "ref") == 0;
         wanted w = { hx_json_get(data, b->name), b->type };
@@ -572,7 +691,7 @@ static void test_page_boundary(void **state)
         float *pages_now = data_of(t, "cache"), *expect = data_of(before, "cache");
         hx_err err = { 0 };
 
-        check_ok("append", t->op->call(lanes.lane[l].dev, t->args, &err), &err);
+        check_ok("append", call_op(lanes.lane[l].dev, t, &err), &err);
         for (int i = 0; i < 3; i++)
             memcpy(expect + (table[(63 + i) / 64] * 64 + (63 + i) % 64) * 3,
                    (float *)data_of(t, "c") + 3 * i, 12);
@@ -601,8 +720,8 @@ static void test_sparse_is_dense(void **state)
         trial *b = new_trial(op_named("mla_attend"), &sparse_args, 3, 0);
         hx_err err = { 0 };
 
-        check_ok("dense", a->op->call(at->dev, a->args, &err), &err);
-        check_ok("sparse", b->op->call(at->dev, b->args, &err), &err);
+        check_ok("dense", call_op(at->dev, a, &err), &err);
+        check_ok("sparse", call_op(at->dev, b, &err), &err);
         if (memcmp(data_of(a, "z"), data_of(b, "z"), data_bytes(buf_named(a, "z"))) != 0)
             fail_msg("%s: all pools picked is not the same as dense attention", at->name);
         free_trial(a);
@@ -634,7 +753,7 @@ static void test_topk_ties(void **state)
             hx_err err = { 0 };
 
             memcpy(data_of(t, "score"), at[i].score, sizeof(at[i].score));
-            check_ok("topk", t->op->call(lanes.lane[l].dev, t->args, &err), &err);
+            check_ok("topk", call_op(lanes.lane[l].dev, t, &err), &err);
             assert_int_equal(*(int32_t *)data_of(t, "n_pick"), 3);
             for (int k = 0; k < 3; k++)
                 assert_int_equal(((int32_t *)data_of(t, "pick"))[k], at[i].pick[k]);
@@ -658,7 +777,7 @@ static void test_router_ties(void **state)
         memset(data_of(t, "w.w"), 0, 37 * 9 * 4);
         for (int i = 0; i < 37; i++)
             bias[i] = i == 3 || i == 30 ? 1 : 0.25f;
-        check_ok("router", t->op->call(lanes.lane[l].dev, t->args, &err), &err);
+        check_ok("router", call_op(lanes.lane[l].dev, t, &err), &err);
         for (int i = 0; i < 4; i++) {
             assert_int_equal(((int32_t *)data_of(t, "id"))[i], expect[i]);
             assert_true(fabsf(((float *)data_of(t, "weight"))[i] - 0.25f) < 1e-6f);
@@ -687,6 +806,8 @@ static void test_moe_is_matmul(void **state)
     for (int l = 0; l < lanes.n; l++)
         for (size_t i = 0; i < HX_LEN(like); i++) {
             hx_dev *d = lanes.lane[l].dev;
+            if (!hx_dev_is_host(d)) /* its bits are the CPU's: see the table */
+                continue;
             trial *t = new_trial(op_named("moe"), &like[i], 2, 0);
             const hx_moe_args *a = (const void *)t->args;
             float g[140], u[140];
@@ -752,8 +873,8 @@ static void test_in_place(void **state)
             hx_err err = { 0 };
 
             *out->at = in->p;
-            check_ok(at[i].op, op->call(lanes.lane[l].dev, a->args, &err), &err);
-            check_ok(at[i].op, op->call(lanes.lane[l].dev, b->args, &err), &err);
+            check_ok(at[i].op, call_op(lanes.lane[l].dev, a, &err), &err);
+            check_ok(at[i].op, call_op(lanes.lane[l].dev, b, &err), &err);
             if (memcmp(in->p, data_of(a, at[i].out), data_bytes(out)) != 0)
                 fail_msg("%s, %s: other bits in place", at[i].op, lanes.lane[l].name);
             free_trial(a);
@@ -763,33 +884,36 @@ static void test_in_place(void **state)
 
 /* ---- sampling -------------------------------------------------------- */
 
-enum { N_DRAW = 4000 };
+enum { N_DRAW = 4000, DRAWS = 500 /* of a call */ };
 
 /* How often each of 6 ids comes, with logits log(1, 8, 2, 4, 2, 0.5) (and a padding id).
  */
-static void count_draws(hx_dev *d, hx_sample_row row, int count[7])
+static void count_draws(hx_dev *d, const hx_sample_row *like, int count[7])
 {
     static const float weight[7] = { 1, 8, 2, 4, 2, 0.5f, 100 };
-    float logits[7], scratch[14] __attribute__((aligned(8)));
-    int32_t id = 0;
-    hx_sample_args a = { .id = { &id, 4 },
-                         .logits = { logits, sizeof(logits) },
-                         .row = &row,
-                         .rows = 1,
-                         .scratch = { scratch, sizeof(scratch) },
-                         .n_vocab = 7,
-                         .n_token = 6 };
+    static hx_sample_row row[DRAWS];
+    const hx_sample_args args = { .row = row, .rows = DRAWS, .n_vocab = 7, .n_token = 6 };
+    trial *t = new_trial(op_named("sample"), &args, 1, 0);
+    float *logits = data_of(t, "logits");
     hx_err err = { 0 };
 
-    for (int i = 0; i < 7; i++)
-        logits[i] = logf(weight[i]);
+    for (int i = 0; i < 7 * DRAWS; i++)
+        logits[i] = logf(weight[i % 7]);
     memset(count, 0, 7 * sizeof(*count));
-    for (int i = 0; i < N_DRAW; i++) {
-        row.counter = (uint64_t)i;
-        check_ok("sample", hx_op_sample(d, &a, &err), &err);
-        assert_in_range(id, 0, 6);
-        count[id]++;
+    for (int i = 0; i < N_DRAW; i += DRAWS) {
+        for (int r = 0; r < DRAWS; r++) {
+            row[r] = *like;
+            row[r].counter = (uint64_t)(i + r);
+        }
+        check_ok("sample", call_op(d, t, &err), &err);
+        for (int r = 0; r < DRAWS; r++) {
+            const int32_t id = ((int32_t *)data_of(t, "id"))[r];
+
+            assert_in_range(id, 0, 6);
+            count[id]++;
+        }
     }
+    free_trial(t);
 }
 
 static void test_sample_draws(void **state)
@@ -826,7 +950,7 @@ static void test_sample_draws(void **state)
             float mass = 0;
 
             row.seed = 1234 + i;
-            count_draws(lanes.lane[l].dev, row, count);
+            count_draws(lanes.lane[l].dev, &row, count);
             for (int k = 0; k < 7; k++)
                 mass += at[i].expect[k];
             for (int k = 0; k < 7; k++) {
@@ -851,14 +975,14 @@ static void test_sample_refuses(void **state)
         trial *t = new_trial(op_named("sample"), &args, 1, 0);
         hx_err err = { 0 };
 
-        assert_int_equal(t->op->call(d, t->args, &err), HX_EARG);
+        assert_int_equal(call_op(d, t, &err), HX_EARG);
         assert_non_null(strstr(err.msg, "row 1"));
         ((hx_sample_args *)(void *)t->args)->rows = 1;
-        assert_int_equal(t->op->call(d, t->args, &err), 0);
+        assert_int_equal(call_op(d, t, &err), 0);
         ((float *)data_of(t, "logits"))[8] = NAN; /* no token: does not matter */
-        assert_int_equal(t->op->call(d, t->args, &err), 0);
+        assert_int_equal(call_op(d, t, &err), 0);
         ((float *)data_of(t, "logits"))[7] = NAN;
-        assert_int_equal(t->op->call(d, t->args, &err), HX_EARG);
+        assert_int_equal(call_op(d, t, &err), HX_EARG);
         assert_non_null(strstr(err.msg, "row 0"));
         free_trial(t);
     }
@@ -878,7 +1002,7 @@ static void test_rows_between_spans(void **state)
         trial *t = new_trial(op_named("kda_step"), &args, 1, 0);
         hx_err err = { 0 };
 
-        check_ok("kda_step", t->op->call(lanes.lane[l].dev, t->args, &err), &err);
+        check_ok("kda_step", call_op(lanes.lane[l].dev, t, &err), &err);
         for (int64_t i = 0; i < 30; i++)
             assert_int_equal(is_poison(buf_named(t, "o"), i),
                              i / 5 == 0 || i / 5 == 3 || i / 5 == 5);
@@ -896,7 +1020,7 @@ static void test_no_allocation(void **state)
             hx_err err = { 0 };
 
             hx_noalloc_begin(op->name);
-            const int rc = op->call(lanes.lane[l].dev, t->args, &err);
+            const int rc = call_op(lanes.lane[l].dev, t, &err);
             hx_noalloc_end();
             check_ok(op->name, rc, &err);
             free_trial(t);
@@ -905,41 +1029,68 @@ static void test_no_allocation(void **state)
 
 /* ---- devices --------------------------------------------------------- */
 
+static int open_lane(const hx_dev_opt *opt)
+{
+    lane *l = &lanes.lane[lanes.n];
+    hx_err err = { 0 };
+    const int rc = hx_dev_open(&l->dev, opt, &err);
+
+    if (rc == HX_EUNSUP) {
+        print_message("           %s: not tested\n", err.msg);
+        return 0;
+    }
+    if (rc != 0) {
+        print_error("%s\n", err.msg);
+        return -1;
+    }
+    snprintf(l->name, sizeof(l->name), "%s", l->dev->text);
+    lanes.n++;
+    return 0;
+}
+
+static bool gpu_only; /* --gpu */
+
 /* Lane 0: ref with one thread. Then ref with two, and cpu with every instruction set this
- * machine has, with one and two. */
+ * machine has, with one and two, and cuda. With --gpu: ref, cpu and cuda, as fast as they
+ * are. */
 static int open_lanes(void **state)
 {
     static const char *const names[HX_N_ISA] = { "scalar", "avx2", "avx512" };
+    hx_dev_opt opt = { .name = "ref", .limits = test_limits };
 
     (void)state;
-    for (int isa = -1; isa < HX_N_ISA; isa++)
+    if (gpu_only) {
+        if (open_lane(&opt) != 0)
+            return -1;
+        opt.name = "cpu";
+        if (open_lane(&opt) != 0)
+            return -1;
+    }
+    for (int isa = -1; isa < HX_N_ISA && !gpu_only; isa++)
         for (int n = 1; n <= 2; n++) {
-            const hx_dev_opt opt = { .name = isa < 0 ? "ref" : "cpu",
-                                     .isa = isa < 0 ? NULL : names[isa],
-                                     .n_threads = n,
-                                     .limits = test_limits };
-            lane *l = &lanes.lane[lanes.n];
-            hx_err err = { 0 };
-
             if (isa >= 0 && !hx_cpu_has((hx_isa)isa)) {
                 if (n == 1)
                     print_message("           this CPU lacks %s: not tested\n",
                                   names[isa]);
                 continue;
             }
-            if (hx_dev_open(&l->dev, &opt, &err) != 0) {
-                print_error("%s\n", err.msg);
+            opt.name = isa < 0 ? "ref" : "cpu";
+            opt.isa = isa < 0 ? NULL : names[isa];
+            opt.n_threads = n;
+            if (open_lane(&opt) != 0)
                 return -1;
-            }
-            snprintf(l->name, sizeof(l->name), "%s", l->dev->text);
-            lanes.n++;
         }
-    return 0;
+    opt.name = "cuda";
+    opt.isa = NULL;
+    return open_lane(&opt);
 }
 
 static int close_lanes(void **state)
 {
     (void)state;
+    if (image.dev != NULL)
+        hx_dev_free(image.dev, &image.mem);
+    image.dev = NULL;
     while (lanes.n > 0)
         hx_dev_close(lanes.lane[--lanes.n].dev);
     return 0;
@@ -983,6 +1134,30 @@ static void flush_caches(char *p)
         p[i]++;
 }
 
+/* Time of case i on a device with memory of its own, launches one after the other and
+ * its caches warm, in microseconds. */
+static double device_us(hx_dev *d, trial *t)
+{
+    enum { RUNS = 50 };
+    hx_err err = { 0 };
+    int64_t start = 0;
+
+    image_put(d, t);
+    for (int k = -3; k < RUNS; k++) {
+        if (k == 0) {
+            copied(hx_dev_get(d, &start, image.mem, sizeof(start), &err), &err);
+            start = hx_now_us();
+        }
+        if (t->op->call(d, t->args, &err) != 0)
+            print_error("%s: %s\n", t->op->name, err.msg);
+    }
+    int64_t word;
+    copied(hx_dev_get(d, &word, image.mem, sizeof(word), &err), &err);
+    const double us = (double)(hx_now_us() - start) / RUNS;
+    image_get(d, t);
+    return us;
+}
+
 /* Best of some runs of case i with cold caches, in microseconds. */
 static double case_us(hx_dev *d, const op_row *op, size_t i, char *flush, double *bytes)
 {
@@ -992,6 +1167,12 @@ static double case_us(hx_dev *d, const op_row *op, size_t i, char *flush, double
     hx_err err = { 0 };
 
     *bytes = (double)trial_bytes(t);
+    if (!hx_dev_is_host(d)) {
+        const double us = device_us(d, t);
+
+        free_trial(t);
+        return us;
+    }
     for (int k = 0; k < 50 && (k < 3 || hx_now_us() - from < 400000); k++) {
         flush_caches(flush);
         const int64_t start = hx_now_us();
@@ -1015,7 +1196,9 @@ static int bench(const char *only)
     memset(b, 1, COPY_BYTES);
     for (int l = 0; l < lanes.n; l++) {
         hx_dev *d = lanes.lane[l].dev;
-        const double rate = copy_rate(d, (copy) { a, b });
+        if (gpu_only && hx_dev_is_host(d))
+            continue;
+        const double rate = hx_dev_is_host(d) ? copy_rate(d, (copy) { a, b }) : 4000;
 
         if (is_ref(&lanes.lane[l]) && only == NULL)
             continue;
@@ -1027,7 +1210,7 @@ static int bench(const char *only)
                 double bytes;
                 const double us = case_us(d, op, i, a, &bytes), gbps = bytes / us / 1e3;
 
-                print_message("%-14s %4zu %12.0f %8.2f %6.1f\n", op->name, i, us, gbps,
+                print_message("%-14s %4zu %12.1f %8.2f %6.1f\n", op->name, i, us, gbps,
                               100 * gbps / rate);
             }
     }
@@ -1065,6 +1248,11 @@ int main(int argc, char **argv)
 #undef T
 #undef V
 
+    if (argc > 1 && strcmp(argv[1], "--gpu") == 0) {
+        gpu_only = true;
+        argc--;
+        argv++;
+    }
     if (argc > 1 && strcmp(argv[1], "--bench") == 0)
         return bench(argc > 2 ? argv[2] : NULL);
     if (argc > 1)

@@ -260,7 +260,8 @@ static int score_prompt(completion *t, int32_t i)
     return 0;
 }
 
-/* A leaving client is noticed between two prompts only: hx_score() cannot be cancelled. */
+/* A leaving client is noticed between two prompts only: hx_score() cannot be cancelled.
+ */
 static int score_prompts(completion *t)
 {
     int rc = 0;
@@ -467,10 +468,9 @@ static int answer(completion *t)
     begin(t);
     if (t->no_answer)
         return end_all(t);
-    return hx_gen_start(gen, &(hx_gen_sink) { .event = on_event,
-                                              .end = on_end,
-                                              .ud = t,
-                                              .stream = t->req.stream });
+    return hx_gen_start(
+        gen, &(hx_gen_sink) {
+                 .event = on_event, .end = on_end, .ud = t, .stream = t->req.stream });
 }
 
 static int score_and_answer(hx_call *c)
@@ -492,8 +492,8 @@ int hx_completions(hx_call *c)
     if ((rc = read_fields(t)) != 0 || (rc = hx_gen_check(c, &t->req)) != 0)
         return rc;
     t->n_choice = t->req.n_prompt * t->req.n;
-    if ((t->choice = hx_arena_alloc(&c->arena, (size_t)t->n_choice * sizeof *t->choice)) ==
-        NULL)
+    if ((t->choice =
+             hx_arena_alloc(&c->arena, (size_t)t->n_choice * sizeof *t->choice)) == NULL)
         return no_memory(c, "prompt");
     c->state = t;
     return t->req.echo && t->req.sampling.want_logprobs

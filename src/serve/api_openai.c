@@ -821,8 +821,7 @@ int hx_openai_chat(hx_call *c)
         return rc;
     if (t->req.stream)
         begin_stream(t);
-    return hx_gen_start(gen, &(hx_gen_sink) { .event = on_event,
-                                              .end = on_end,
-                                              .ud = t,
-                                              .stream = t->req.stream });
+    return hx_gen_start(
+        gen, &(hx_gen_sink) {
+                 .event = on_event, .end = on_end, .ud = t, .stream = t->req.stream });
 }

@@ -3,10 +3,11 @@
  * out.
  *
  * One loop thread (whoever runs hx_http_run()) owns all but the fields that a comment
- * says hx_http.lock guards. Handlers reach it through those: they append to a connection's
- * out-queue, link the connection in the ready list and wake the loop; nobody waits for a
- * client. A connection is freed by the loop only, once its handles are closed, its
- * exchange has ended and it is in no list; so a client may vanish at any moment.
+ * says hx_http.lock guards. Handlers reach it through those: they append to a
+ * connection's out-queue, link the connection in the ready list and wake the loop; nobody
+ * waits for a client. A connection is freed by the loop only, once its handles are
+ * closed, its exchange has ended and it is in no list; so a client may vanish at any
+ * moment.
  *
  * Reading never stops while an answer is made, for that is how a closed client is seen:
  * bytes of the next request wait in ahead. Never blocks the loop, never parses a body. */
@@ -21,85 +22,85 @@
 #include <sys/ioctl.h>
 #include <uv.h>
 
-#define LINGER_MS     2000      /* after our end: how long a client may be silent */
-#define LINGER_ALL_MS 30000     /* and how long it may go on sending */
+#define LINGER_MS     2000  /* after our end: how long a client may be silent */
+#define LINGER_ALL_MS 30000 /* and how long it may go on sending */
 #define READ_BYTES    65536
-#define WRITE_BYTES   1048576   /* of one write */
-#define SLICE_BYTES   65536     /* of one that waits for the client */
-#define AHEAD_BYTES   65536     /* read past a request in work; then reading does stop */
-#define SPARE_PLACES  64        /* above the limit, to hear a 503; others are closed */
-#define BODIES        16        /* times max_body_bytes: memory of all bodies together */
+#define WRITE_BYTES   1048576 /* of one write */
+#define SLICE_BYTES   65536   /* of one that waits for the client */
+#define AHEAD_BYTES   65536   /* read past a request in work; then reading does stop */
+#define SPARE_PLACES  64      /* above the limit, to hear a 503; others are closed */
+#define BODIES        16      /* times max_body_bytes: memory of all bodies together */
 
 typedef enum {
-    IDLE,                       /* between requests: no reader, no buffers */
-    READING,                    /* a request comes in */
-    BUSY,                       /* answered by the handler or by us, till all is out */
-    LINGER                      /* our side is shut down; waits for the client's end */
+    IDLE,    /* between requests: no reader, no buffers */
+    READING, /* a request comes in */
+    BUSY,    /* answered by the handler or by us, till all is out */
+    LINGER   /* our side is shut down; waits for the client's end */
 } conn_state;
 
 typedef struct conn {
-    uv_tcp_t     tcp;
-    uv_timer_t   timer;
-    uv_write_t   write;
+    uv_tcp_t tcp;
+    uv_timer_t timer;
+    uv_write_t write;
     uv_shutdown_t shutdown;
-    hx_http     *h;
-    struct conn *prev, *next;   /* all that are not freed */
-    conn_state   state;
-    int          n_handle;      /* of tcp and timer: not yet closed */
-    bool         closed;        /* handles are closing or closed */
-    bool         eof;           /* nothing more will be read */
-    bool         in_body;       /* the timer is the body's */
-    bool         paused;        /* ahead is full */
-    bool         writing;       /* c->write is under way */
-    bool         streams;       /* begun, as the loop last saw it */
-    hx_http_reader *in;         /* the request; NULL when IDLE */
-    size_t       body_bytes;    /* counted in h->body_bytes */
-    hx_sb        ahead;         /* bytes after the request, from n_ahead on */
-    size_t       n_ahead;
-    hx_sb        wire;          /* being written, from n_sent on */
-    size_t       n_sent;
-    int          n_queued;      /* in the socket, when watch() last looked */
-    uint64_t     moved_ms;      /* when the client last took something or we had more */
+    hx_http *h;
+    struct conn *prev, *next; /* all that are not freed */
+    conn_state state;
+    int n_handle;       /* of tcp and timer: not yet closed */
+    bool closed;        /* handles are closing or closed */
+    bool eof;           /* nothing more will be read */
+    bool in_body;       /* the timer is the body's */
+    bool paused;        /* ahead is full */
+    bool writing;       /* c->write is under way */
+    bool streams;       /* begun, as the loop last saw it */
+    hx_http_reader *in; /* the request; NULL when IDLE */
+    size_t body_bytes;  /* counted in h->body_bytes */
+    hx_sb ahead;        /* bytes after the request, from n_ahead on */
+    size_t n_ahead;
+    hx_sb wire; /* being written, from n_sent on */
+    size_t n_sent;
+    int n_queued;      /* in the socket, when watch() last looked */
+    uint64_t moved_ms; /* when the client last took something or we had more */
 
     /* Set before the handler gets the exchange or by it; the loop reads after its end. */
-    hx_exchange  x;
-    bool         keep, head_only;
-    int          minor;
+    hx_exchange x;
+    bool keep, head_only;
+    int minor;
     _Atomic bool gone;
 
     /* h->lock guards the rest. */
-    hx_sb        out;           /* said, not yet in wire */
-    size_t       behind;        /* bytes said and not yet taken by the client */
-    bool         begun;         /* an event stream */
-    bool         ended;         /* the exchange is ours again */
-    bool         broken;        /* no memory for out */
-    bool         full;          /* hx_http_send() said so: news when it is over */
-    bool         ready;         /* in h->ready */
+    hx_sb out;     /* said, not yet in wire */
+    size_t behind; /* bytes said and not yet taken by the client */
+    bool begun;    /* an event stream */
+    bool ended;    /* the exchange is ours again */
+    bool broken;   /* no memory for out */
+    bool full;     /* hx_http_send() said so: news when it is over */
+    bool ready;    /* in h->ready */
     struct conn *next_ready;
-    void       (*news_fn)(void *ud);
-    void        *news_ud;
+    void (*news_fn)(void *ud);
+    void *news_ud;
 } conn;
 
 struct hx_http {
-    hx_http_opt  opt;
-    char        *cors;          /* NULL: off */
-    hx_http_fn  *fn;
-    void        *ud;
-    int          port;
-    uv_loop_t    loop;
-    uv_async_t   wake;
-    uv_timer_t   drain;
-    uv_tcp_t     listener, spare;
-    bool         spare_busy;    /* spare is closing */
-    bool         waiting;       /* a client waits for spare */
-    conn        *conns;
-    int32_t      n_open;        /* of conns: with open handles */
-    size_t       body_bytes;    /* held by readers */
+    hx_http_opt opt;
+    char *cors; /* NULL: off */
+    hx_http_fn *fn;
+    void *ud;
+    int port;
+    uv_loop_t loop;
+    uv_async_t wake;
+    uv_timer_t drain;
+    uv_tcp_t listener, spare;
+    bool spare_busy; /* spare is closing */
+    bool waiting;    /* a client waits for spare */
+    conn *conns;
+    int32_t n_open;    /* of conns: with open handles */
+    size_t body_bytes; /* held by readers */
     _Atomic bool stopping;
-    _Atomic int64_t stop_ms;    /* a new hx_http_stop(), or -1 */
-    uv_mutex_t   lock;          /* guards ready and the conn fields named above */
-    conn        *ready;         /* connections with news for the loop */
-    char         buf[READ_BYTES];
+    _Atomic int64_t stop_ms; /* a new hx_http_stop(), or -1 */
+    uv_mutex_t lock;         /* guards ready and the conn fields named above */
+    conn *ready;             /* connections with news for the loop */
+    char buf[READ_BYTES];
 };
 
 static void on_timer(uv_timer_t *t);
@@ -244,7 +245,7 @@ static void queue_piece(conn *c, hx_str bytes)
     const int n = snprintf(size, sizeof(size), "%zx\r\n", bytes.n);
 
     if (c->minor > 0)
-        queue(c, (hx_str){ size, (size_t)n });
+        queue(c, (hx_str) { size, (size_t)n });
     queue(c, bytes);
     if (c->minor > 0)
         queue(c, HX_STR("\r\n"));
@@ -275,7 +276,7 @@ static void answer(conn *c, hx_http_head *head, hx_str body)
         c->broken |= b.bad;
         b = empty;
     } else {
-        queue(c, (hx_str){ b.p, b.n });
+        queue(c, (hx_str) { b.p, b.n });
         c->broken |= b.bad;
     }
     c->ended = true;
@@ -392,7 +393,7 @@ static void respond(conn *c, int status, const char *why)
     c->state = BUSY;
     c->keep = false;
     hx_http_write_error(&body, status, why);
-    answer(c, &head, (hx_str){ body.p, body.n });
+    answer(c, &head, (hx_str) { body.p, body.n });
     hx_sb_free(&body);
     write_out(c);
 }
@@ -403,7 +404,7 @@ static void preflight(conn *c)
     hx_sb headers = { 0 };
 
     hx_http_write_preflight(&headers, c->h->cors != NULL, wanted);
-    answer(c, &(hx_http_head){ .status = 204, .headers = headers.p }, HX_STR(""));
+    answer(c, &(hx_http_head) { .status = 204, .headers = headers.p }, HX_STR(""));
     hx_sb_free(&headers);
 }
 
@@ -419,8 +420,11 @@ static void dispatch(conn *c)
     c->head_only = in->head_only;
     c->keep = in->keep_alive;
     atomic_store(&c->gone, c->eof);
-    c->x = (hx_exchange){ .method = in->method, .path = in->path, .query = in->query,
-                          .body = { in->body.p, in->body.n }, .conn = c };
+    c->x = (hx_exchange) { .method = in->method,
+                           .path = in->path,
+                           .query = in->query,
+                           .body = { in->body.p, in->body.n },
+                           .conn = c };
     if (hx_str_is(in->method, "OPTIONS"))
         preflight(c);
     else
@@ -491,7 +495,7 @@ static void on_read(uv_stream_t *stream, ssize_t n, const uv_buf_t *buf)
     size_t taken = 0;
 
     if (n == UV_EOF && c->state == BUSY) {
-        c->eof = true;          /* maybe half closed: the answer still goes out */
+        c->eof = true; /* maybe half closed: the answer still goes out */
         conn_lose(c);
     } else if (n < 0) {
         conn_drop(c);
@@ -617,7 +621,7 @@ static conn *conn_open(hx_http *h)
         return NULL;
     c->h = h;
     c->minor = 1;
-    uv_tcp_init(&h->loop, &c->tcp);     /* cannot fail: makes no socket yet */
+    uv_tcp_init(&h->loop, &c->tcp); /* cannot fail: makes no socket yet */
     uv_timer_init(&h->loop, &c->timer);
     c->tcp.data = c->timer.data = c;
     c->n_handle = 2;
@@ -781,7 +785,7 @@ void hx_http_begin_events(hx_exchange *x)
     head.keep_alive = c->keep;
     hx_http_write_head(&b, &head);
     uv_mutex_lock(&c->h->lock);
-    queue(c, (hx_str){ b.p, b.n });
+    queue(c, (hx_str) { b.p, b.n });
     c->broken |= b.bad;
     c->begun = !c->head_only;
     link_ready(c);
@@ -828,7 +832,7 @@ void hx_http_end(hx_exchange *x)
     if (c->begun && c->minor > 0)
         queue(c, HX_STR("0\r\n\r\n"));
     if (!c->begun && !c->head_only)
-        c->broken = true;       /* nothing was said: the client shall not wait */
+        c->broken = true; /* nothing was said: the client shall not wait */
     c->ended = true;
     link_ready(c);
     uv_async_send(&h->wake);
@@ -841,7 +845,7 @@ static void set_defaults(hx_http_opt *o)
 {
 #define DEFAULT(field, value)                                                            \
     if (o->field <= 0)                                                                   \
-        o->field = (value)
+    o->field = (value)
     o->host = o->host != NULL ? o->host : "127.0.0.1";
     DEFAULT(max_head_bytes, 32u << 10);
     DEFAULT(max_body_bytes, 32u << 20);

@@ -11,40 +11,41 @@
 
 /* ---- http_read.c ------------------------------------------------------ */
 
-#define HX_HTTP_MAX_LINE    8192    /* bytes of a request line, else 414 */
-#define HX_HTTP_MAX_HEADERS 100     /* header lines of a request, else 431 */
-#define HX_HTTP_MAX_FRAME   1024    /* bytes between the data of two chunks, else 400 */
+#define HX_HTTP_MAX_LINE    8192 /* bytes of a request line, else 414 */
+#define HX_HTTP_MAX_HEADERS 100  /* header lines of a request, else 431 */
+#define HX_HTTP_MAX_FRAME   1024 /* bytes between the data of two chunks, else 400 */
 
 typedef enum {
-    HX_READ_HEAD, HX_READ_BODY,     /* wants more bytes */
-    HX_READ_DONE,                   /* a whole request is there */
-    HX_READ_BAD                     /* answer with status and why, then close */
+    HX_READ_HEAD,
+    HX_READ_BODY, /* wants more bytes */
+    HX_READ_DONE, /* a whole request is there */
+    HX_READ_BAD   /* answer with status and why, then close */
 } hx_read_state;
 
 /* One request. The owner reads, http_read.c writes. Strings point into head or body. */
 typedef struct {
     hx_read_state state;
-    hx_str method, path, query;     /* as in hx_exchange; HEAD is "GET" and head_only */
-    bool   head_only, keep_alive;
-    bool   expect;                  /* waits for "100 Continue" once the head is read */
-    int    minor;                   /* of HTTP/1.x */
-    int    status;                  /* when BAD: the answer's */
-    char   why[120];
-    hx_sb  head, body;
+    hx_str method, path, query; /* as in hx_exchange; HEAD is "GET" and head_only */
+    bool head_only, keep_alive;
+    bool expect; /* waits for "100 Continue" once the head is read */
+    int minor;   /* of HTTP/1.x */
+    int status;  /* when BAD: the answer's */
+    char why[120];
+    hx_sb head, body;
 
-    const hx_http_opt *opt;         /* limits, borrowed */
-    llhttp_t    parser;
-    int         at;                 /* where in the head the next byte is */
-    bool        cr;                 /* the last byte was CR */
-    bool        complete, chunked, in_data;
-    char        last;               /* framing byte, chunked only */
-    size_t      n_head, n_header, n_frame;
-    const char *cursor;             /* what frame() looks at next */
+    const hx_http_opt *opt; /* limits, borrowed */
+    llhttp_t parser;
+    int at;  /* where in the head the next byte is */
+    bool cr; /* the last byte was CR */
+    bool complete, chunked, in_data;
+    char last; /* framing byte, chunked only */
+    size_t n_head, n_header, n_frame;
+    const char *cursor; /* what frame() looks at next */
 } hx_http_reader;
 
 /* opt has no zero limits. NULL: no memory. Freed with hx_http_read_close(). */
 hx_http_reader *hx_http_read_open(const hx_http_opt *opt);
-void   hx_http_read_close(hx_http_reader *r);
+void hx_http_read_close(hx_http_reader *r);
 /* Takes bytes up to the end of the request; returns how many. After DONE and BAD: 0. */
 size_t hx_http_read_feed(hx_http_reader *r, const char *p, size_t n);
 /* When DONE: the value of the first header called name (lower case); {NULL, 0} when
@@ -54,14 +55,14 @@ hx_str hx_http_read_header(const hx_http_reader *r, const char *name);
 /* ---- http_write.c ----------------------------------------------------- */
 
 typedef struct {
-    int         status;
-    const char *type;               /* content type or NULL */
-    const char *headers;            /* extra lines "a: b\r\n…" or NULL */
-    const char *cors;               /* allowed origin, or NULL for no CORS headers */
-    int         minor;              /* of the request */
-    bool        keep_alive;
-    bool        stream;             /* no length: chunked, or up to the end on HTTP/1.0 */
-    size_t      n_body;
+    int status;
+    const char *type;    /* content type or NULL */
+    const char *headers; /* extra lines "a: b\r\n…" or NULL */
+    const char *cors;    /* allowed origin, or NULL for no CORS headers */
+    int minor;           /* of the request */
+    bool keep_alive;
+    bool stream; /* no length: chunked, or up to the end on HTTP/1.0 */
+    size_t n_body;
 } hx_http_head;
 
 void hx_http_write_head(hx_sb *b, const hx_http_head *h);

@@ -115,8 +115,8 @@ static bool next_header(const hx_http_reader *r, size_t *line, hx_str *name,
         return false;
     eol = memchr(p, '\r', (size_t)(end - p));
     colon = memchr(p, ':', (size_t)(eol - p));
-    *name = (hx_str){ p, (size_t)(colon - p) };
-    *value = trim((hx_str){ colon + 1, (size_t)(eol - colon) - 1 });
+    *name = (hx_str) { p, (size_t)(colon - p) };
+    *value = trim((hx_str) { colon + 1, (size_t)(eol - colon) - 1 });
     *line = (size_t)(p - r->head.p);
     return true;
 }
@@ -128,7 +128,7 @@ hx_str hx_http_read_header(const hx_http_reader *r, const char *name)
     for (size_t line = 0; next_header(r, &line, &key, &value);)
         if (is_word(key, name))
             return value;
-    return (hx_str){ NULL, 0 };
+    return (hx_str) { NULL, 0 };
 }
 
 static int hex(char c)
@@ -184,7 +184,7 @@ static void read_target(hx_http_reader *r, char *p, size_t n)
         return;
     }
     if ((mark = memchr(p, '?', (size_t)(end - p))) != NULL) {
-        r->query = (hx_str){ mark + 1, (size_t)(end - mark) - 1 };
+        r->query = (hx_str) { mark + 1, (size_t)(end - mark) - 1 };
         end = mark;
     }
     n = (size_t)(end - p);
@@ -195,7 +195,7 @@ static void read_target(hx_http_reader *r, char *p, size_t n)
     while (n > 0 && p[n - 1] == '/')
         n--;
     if (n > 0)
-        r->path = (hx_str){ p, n };
+        r->path = (hx_str) { p, n };
 }
 
 /* HEAD is served as GET; http.c leaves the body out. */
@@ -230,8 +230,8 @@ static void read_line(hx_http_reader *r, hx_str *target)
             "only HTTP/1.1 and HTTP/1.0 are spoken here");
     } else {
         r->minor = sp2[8] - '0';
-        *target = (hx_str){ sp + 1, (size_t)(sp2 - sp) - 1 };
-        read_method(r, (hx_str){ line, (size_t)(sp - line) });
+        *target = (hx_str) { sp + 1, (size_t)(sp2 - sp) - 1 };
+        read_method(r, (hx_str) { line, (size_t)(sp - line) });
     }
 }
 

@@ -36,19 +36,23 @@
 /* ---- a server with a few routes ---------------------------------------- */
 
 typedef struct {
-    hx_http        *h;
-    int             port;
-    pthread_t       thread;
-    _Atomic int     active;         /* handler threads */
-    _Atomic bool    open;           /* lets /hold answer */
-    _Atomic int64_t gone_us;        /* when on_gone was called */
-    _Atomic int     stalled;        /* floods that ended in false */
-    _Atomic int64_t flooded;        /* bytes that they had sent */
-    hx_exchange    *gathered[32];   /* by /gather, for the test to answer */
-    _Atomic int     n_gathered;
+    hx_http *h;
+    int port;
+    pthread_t thread;
+    _Atomic int active;        /* handler threads */
+    _Atomic bool open;         /* lets /hold answer */
+    _Atomic int64_t gone_us;   /* when on_gone was called */
+    _Atomic int stalled;       /* floods that ended in false */
+    _Atomic int64_t flooded;   /* bytes that they had sent */
+    hx_exchange *gathered[32]; /* by /gather, for the test to answer */
+    _Atomic int n_gathered;
 } server;
 
-typedef struct { server *s; hx_exchange *x; void (*fn)(server *s, hx_exchange *x); } job;
+typedef struct {
+    server *s;
+    hx_exchange *x;
+    void (*fn)(server *s, hx_exchange *x);
+} job;
 
 static void nap(int64_t us)
 {
@@ -70,7 +74,7 @@ static void echo(server *s, hx_exchange *x)
     if (b.bad)
         hx_http_reply(x, 503, NULL, NULL, HX_STR(""));
     else
-        hx_http_reply(x, 200, "text/plain", NULL, (hx_str){ b.p, b.n });
+        hx_http_reply(x, 200, "text/plain", NULL, (hx_str) { b.p, b.n });
     hx_sb_free(&b);
 }
 
@@ -87,13 +91,13 @@ static void hold(server *s, hx_exchange *x)
     echo(s, x);
 }
 
-static char ten_mb[10 << 20];       /* filled by main() */
+static char ten_mb[10 << 20]; /* filled by main() */
 
 static void big(server *s, hx_exchange *x)
 {
     (void)s;
     hx_http_reply(x, 200, "application/octet-stream", "X-Extra: yes\r\n",
-                  (hx_str){ ten_mb, sizeof(ten_mb) });
+                  (hx_str) { ten_mb, sizeof(ten_mb) });
 }
 
 static void post_news(void *ud)
@@ -138,7 +142,7 @@ static void events(server *s, hx_exchange *x)
     begin(x, &news);
     for (int i = 0; i < n; i++) {
         snprintf(text, sizeof(text), "data: %092d\n\n", i);
-        if (!say(s, x, (hx_str){ text, 100 }, &news))
+        if (!say(s, x, (hx_str) { text, 100 }, &news))
             break;
     }
     end(x, &news);
@@ -179,7 +183,7 @@ static void flood(server *s, hx_exchange *x)
 
     memset(text, 'x', sizeof(text));
     begin(x, &news);
-    while (say(s, x, (hx_str){ text, sizeof(text) }, &news))
+    while (say(s, x, (hx_str) { text, sizeof(text) }, &news))
         atomic_fetch_add(&s->flooded, (int64_t)sizeof(text));
     atomic_fetch_add(&s->stalled, 1);
     end(x, &news);
@@ -202,10 +206,11 @@ static const struct {
     void (*fn)(server *s, hx_exchange *x);
     bool threaded;
 } routes[] = {
-    { "/slow", slow, true },     { "/hold", hold, true },   { "/worker", echo, true },
-    { "/big", big, true },       { "/events", events, true }, { "/silent", silent, true },
-    { "/think", think, true },   { "/flood", flood, true }, { "/mute", mute, false },
-    { "/gather", gather, false },
+    { "/slow", slow, true },     { "/hold", hold, true },
+    { "/worker", echo, true },   { "/big", big, true },
+    { "/events", events, true }, { "/silent", silent, true },
+    { "/think", think, true },   { "/flood", flood, true },
+    { "/mute", mute, false },    { "/gather", gather, false },
 };
 
 static void *run_job(void *ud)
@@ -233,7 +238,7 @@ static void handle(void *ud, hx_exchange *x)
             return;
         }
         j = malloc(sizeof(*j));
-        *j = (job){ s, x, routes[i].fn };
+        *j = (job) { s, x, routes[i].fn };
         atomic_fetch_add(&s->active, 1);
         assert_int_equal(pthread_create(&thread, NULL, run_job, j), 0);
         pthread_detach(thread);
@@ -254,7 +259,7 @@ static void start(server *s, hx_http_opt opt)
 {
     hx_err err = { 0 };
 
-    *s = (server){ 0 };
+    *s = (server) { 0 };
     if (hx_http_open(&s->h, &opt, handle, s, &err) != 0)
         fail_msg("%s", err.msg);
     s->port = hx_http_port(s->h);
@@ -285,16 +290,21 @@ static void stop(server *s)
 /* ---- a client ----------------------------------------------------------- */
 
 typedef struct {
-    int    fd;
-    char  *p;           /* bytes read and not yet used */
+    int fd;
+    char *p; /* bytes read and not yet used */
     size_t n, cap;
 } client;
 
-typedef struct { int status; char *head, *body; size_t n_body; } reply;
+typedef struct {
+    int status;
+    char *head, *body;
+    size_t n_body;
+} reply;
 
 static client dial_at(int port, int rcvbuf)
 {
-    struct sockaddr_in a = { .sin_family = AF_INET, .sin_port = htons((uint16_t)port),
+    struct sockaddr_in a = { .sin_family = AF_INET,
+                             .sin_port = htons((uint16_t)port),
                              .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
     struct timeval patience = { .tv_sec = 20 };
     client c = { .fd = socket(AF_INET, SOCK_STREAM, 0) };
@@ -319,7 +329,7 @@ static void hang_up(client *c)
 {
     close(c->fd);
     free(c->p);
-    *c = (client){ .fd = -1 };
+    *c = (client) { .fd = -1 };
 }
 
 /* A reset instead of a proper end. */
@@ -378,7 +388,7 @@ static void reply_free(reply *r)
 {
     free(r->head);
     free(r->body);
-    *r = (reply){ 0 };
+    *r = (reply) { 0 };
 }
 
 static char *copy(const char *p, size_t n)
@@ -441,7 +451,7 @@ static int get_for(client *c, reply *r, bool head_only)
     char *end;
     size_t n;
 
-    *r = (reply){ 0 };
+    *r = (reply) { 0 };
     while ((end = c->n > 0 ? memmem(c->p, c->n, "\r\n\r\n", 4) : NULL) == NULL)
         if (more(c) <= 0)
             return 0;
@@ -513,17 +523,17 @@ static void test_split(void **state)
     reply r;
 
     (void)state;
-    start(&s, (hx_http_opt){ 0 });
+    start(&s, (hx_http_opt) { 0 });
     c = dial(&s);
     ask(&c, post, 200, post_echo);
-    for (size_t i = 0; i + 1 < sizeof(post); i++) {     /* one byte a packet */
+    for (size_t i = 0; i + 1 < sizeof(post); i++) { /* one byte a packet */
         assert_true(put(&c, post + i, 1));
         nap(50);
     }
     assert_int_equal(get(&c, &r), 200);
     assert_string_equal(r.body, post_echo);
     reply_free(&r);
-    for (size_t i = 1; i + 1 < sizeof(post); i++) {     /* in two */
+    for (size_t i = 1; i + 1 < sizeof(post); i++) { /* in two */
         assert_true(put(&c, post, i));
         nap(300);
         assert_true(put(&c, post + i, sizeof(post) - 1 - i));
@@ -551,7 +561,7 @@ static void test_reader_cuts(void **state)
             used += hx_http_read_feed(r, post + j, n - j);
             assert_int_equal(used, n);
             assert_int_equal(r->state, HX_READ_DONE);
-            assert_true(hx_str_is((hx_str){ r->body.p, r->body.n }, "hello world"));
+            assert_true(hx_str_is((hx_str) { r->body.p, r->body.n }, "hello world"));
             assert_true(hx_str_is(r->path, "/a b") && hx_str_is(r->query, "q=1"));
             assert_int_equal(hx_http_read_feed(r, "GET", 3), 0);
             hx_http_read_close(r);
@@ -562,9 +572,11 @@ static void test_reader_cuts(void **state)
 /* Shapes that proxies and servers have read differently, and other faults. 0: closed at
  * most. Each must be answered with this status and the connection be closed: what follows
  * is never taken for a request. */
-static const struct { int status; const char *text;
+static const struct {
+    int status;
+    const char *text;
 } faults[] = {
-#define H "Host: x\r\n"
+#define H  "Host: x\r\n"
 #define TE "POST / HTTP/1.1\r\n" H "Transfer-Encoding: chunked\r\n\r\n"
     { 400, "GET / HTTP/1.1\r\nHost : x\r\n\r\n" },
     { 400, "GET / HTTP/1.1\r\nHo st: x\r\n\r\n" },
@@ -682,7 +694,7 @@ static void test_faults(void **state)
     server s;
 
     (void)state;
-    start(&s, (hx_http_opt){ 0 });
+    start(&s, (hx_http_opt) { 0 });
     for (size_t i = 0; i < HX_LEN(faults); i++) {
         client c = dial(&s);
         hx_json *j = NULL;
@@ -697,7 +709,7 @@ static void test_faults(void **state)
                      faults[i].text);
         assert_string_equal(field(&r, "\r\nConnection"), "close");
         assert_string_equal(field(&r, "\r\nContent-Type"), "application/json");
-        assert_int_equal(hx_json_parse(&j, (hx_str){ r.body, r.n_body }, 0, NULL), 0);
+        assert_int_equal(hx_json_parse(&j, (hx_str) { r.body, r.n_body }, 0, NULL), 0);
         assert_true(hx_json_str(hx_json_get(hx_json_get(j, "error"), "message")).n > 0);
         assert_true(hx_json_str(hx_json_get(hx_json_get(j, "error"), "code")).n > 0);
         assert_true(hx_json_has(hx_json_get(j, "error"), "param"));
@@ -720,7 +732,8 @@ static void test_faults(void **state)
     stop(&s);
 }
 
-static const struct { const char *text, *echo;
+static const struct {
+    const char *text, *echo;
 } goods[] = {
     { "GET / HTTP/1.1\r\n" H "\r\n", "GET|/|||" },
     { "\r\n\r\nGET / HTTP/1.1\r\n" H "\r\n", "GET|/|||" },
@@ -758,12 +771,12 @@ static void test_goods(void **state)
     client c;
 
     (void)state;
-    start(&s, (hx_http_opt){ 0 });
+    start(&s, (hx_http_opt) { 0 });
     c = dial(&s);
     for (size_t i = 0; i < HX_LEN(goods); i++) {
         reply r;
 
-        put_str(&c, goods[i].text);     /* one connection for all: framing must hold */
+        put_str(&c, goods[i].text); /* one connection for all: framing must hold */
         if (get(&c, &r) != 200 || strcmp(r.body, goods[i].echo) != 0)
             fail_msg("case %zu: %d %s", i, r.status, r.body != NULL ? r.body : "");
         reply_free(&r);
@@ -782,7 +795,7 @@ static void test_pipeline(void **state)
     reply r;
 
     (void)state;
-    start(&s, (hx_http_opt){ 0 });
+    start(&s, (hx_http_opt) { 0 });
     c = dial(&s);
     /* The first is slow, the others are answered at once; order stays. */
     ask(&c,
@@ -837,7 +850,7 @@ static void test_ahead(void **state)
     int k;
 
     (void)state;
-    start(&s, (hx_http_opt){ 0 });
+    start(&s, (hx_http_opt) { 0 });
     c = dial(&s);
     k = snprintf(
         text, 200,
@@ -864,7 +877,7 @@ static void test_keep_alive(void **state)
     reply r;
 
     (void)state;
-    start(&s, (hx_http_opt){ 0 });
+    start(&s, (hx_http_opt) { 0 });
     c = dial(&s);
     put_str(&c, "GET / HTTP/1.1\r\n" H "Connection: close\r\n\r\n");
     assert_int_equal(get(&c, &r), 200);
@@ -925,7 +938,7 @@ static void test_limits(void **state)
     size_t n;
 
     (void)state;
-    start(&s, (hx_http_opt){ .max_body_bytes = 1000, .max_head_bytes = 20000 });
+    start(&s, (hx_http_opt) { .max_body_bytes = 1000, .max_head_bytes = 20000 });
     /* 413 comes before any of the body, also to who waits for "100 Continue". */
     expect_refusal(&s, "POST / HTTP/1.1\r\n" H "Content-Length: 1001\r\n\r\n", 413);
     expect_refusal(&s,
@@ -1001,7 +1014,7 @@ static void test_expect(void **state)
     reply r;
 
     (void)state;
-    start(&s, (hx_http_opt){ 0 });
+    start(&s, (hx_http_opt) { 0 });
     c = dial(&s);
     put_str(&c,
             "POST / HTTP/1.1\r\n" H "Expect: 100-continue\r\nContent-Length: 2\r\n\r\n");
@@ -1030,7 +1043,7 @@ static void test_slow_requests(void **state)
     reply r;
 
     (void)state;
-    start(&s, (hx_http_opt){ .head_ms = 150, .body_ms = 250, .idle_ms = 400 });
+    start(&s, (hx_http_opt) { .head_ms = 150, .body_ms = 250, .idle_ms = 400 });
     c = dial(&s);
     head = dial(&s);
     body = dial(&s);
@@ -1069,7 +1082,7 @@ static void test_too_many(void **state)
     reply r;
 
     (void)state;
-    start(&s, (hx_http_opt){ .max_connections = 4 });
+    start(&s, (hx_http_opt) { .max_connections = 4 });
     for (int i = 0; i < 4; i++) {
         held[i] = dial(&s);
         ask(&held[i], "GET / HTTP/1.1\r\n" H "\r\n", 200, NULL);
@@ -1114,7 +1127,7 @@ static void test_all_bodies(void **state)
     reply r;
 
     (void)state;
-    start(&s, (hx_http_opt){ .max_body_bytes = 100000 });
+    start(&s, (hx_http_opt) { .max_body_bytes = 100000 });
     memset(text, 'x', 90000);
     for (size_t i = 0; i < HX_LEN(c); i++) {
         c[i] = dial(&s);
@@ -1146,7 +1159,7 @@ static void test_head_and_cors(void **state)
     reply r;
 
     (void)state;
-    start(&s, (hx_http_opt){ 0 });
+    start(&s, (hx_http_opt) { 0 });
     c = dial(&s);
     put_str(&c, "HEAD /p HTTP/1.1\r\n" H "\r\n");
     assert_int_equal(get_for(&c, &r, true), 200);
@@ -1176,7 +1189,7 @@ static void test_head_and_cors(void **state)
     hang_up(&c);
     stop(&s);
 
-    start(&s, (hx_http_opt){ .cors = "https://chat.example" });
+    start(&s, (hx_http_opt) { .cors = "https://chat.example" });
     c = dial(&s);
     put_str(&c, "GET / HTTP/1.1\r\n" H "\r\n");
     assert_int_equal(get(&c, &r), 200);
@@ -1187,7 +1200,7 @@ static void test_head_and_cors(void **state)
     hang_up(&c);
     stop(&s);
 
-    start(&s, (hx_http_opt){ .cors = "off" });
+    start(&s, (hx_http_opt) { .cors = "off" });
     c = dial(&s);
     put_str(&c, "OPTIONS / HTTP/1.1\r\n" H "Access-Control-Request-Headers: a\r\n\r\n");
     assert_int_equal(get(&c, &r), 204);
@@ -1209,7 +1222,7 @@ static void test_events(void **state)
     reply r;
 
     (void)state;
-    start(&s, (hx_http_opt){ 0 });
+    start(&s, (hx_http_opt) { 0 });
     c = dial(&s);
     for (int round = 0; round < 3; round++) {
         put_str(&c, "POST /events?1000 HTTP/1.1\r\n" H "Content-Length: 0\r\n\r\n");
@@ -1235,7 +1248,7 @@ static void test_keepalive_comment(void **state)
     int n = 0;
 
     (void)state;
-    start(&s, (hx_http_opt){ .keepalive_ms = 50 });
+    start(&s, (hx_http_opt) { .keepalive_ms = 50 });
     c = dial(&s);
     put_str(&c, "GET /silent HTTP/1.1\r\n" H "\r\n");
     while (n < 4 && more(&c) > 0) {
@@ -1262,7 +1275,7 @@ static void test_slow_reader(void **state)
     int64_t t0;
 
     (void)state;
-    start(&s, (hx_http_opt){ .stall_ms = stall_ms, .max_queue_bytes = 100000 });
+    start(&s, (hx_http_opt) { .stall_ms = stall_ms, .max_queue_bytes = 100000 });
     /* Slow is not stuck: a few bytes now and then, far fewer than the socket's queue
      * holds. */
     c = dial_at(s.port, 4096);
@@ -1297,7 +1310,7 @@ static void test_slow_reader(void **state)
     assert_in_range(atomic_load(&s.flooded), 90000,
                     12 << 20); /* the rest is the kernel's */
     hang_up(&c);
-    c = dial_at(s.port, 4096);  /* the same for a plain answer */
+    c = dial_at(s.port, 4096); /* the same for a plain answer */
     put_str(&c, "GET /big HTTP/1.1\r\n" H "\r\n");
     nap(stall_ms * 2000);
     while (more(&c) > 0)
@@ -1307,8 +1320,8 @@ static void test_slow_reader(void **state)
     stop(&s);
 }
 
-/* Sending never waits: it says FULL once too much waits, and news comes when that is over,
- * after all that was sent. What nobody flushes does not go out. */
+/* Sending never waits: it says FULL once too much waits, and news comes when that is
+ * over, after all that was sent. What nobody flushes does not go out. */
 static void test_full(void **state)
 {
     enum { PIECE = 10000, LIMIT = 200000 };
@@ -1322,7 +1335,7 @@ static void test_full(void **state)
 
     (void)state;
     memset(text, 'f', sizeof(text));
-    start(&s, (hx_http_opt){ .max_queue_bytes = LIMIT });
+    start(&s, (hx_http_opt) { .max_queue_bytes = LIMIT });
     c = dial_at(s.port, 4096);
     put_str(&c, "GET /gather HTTP/1.1\r\n" H "\r\n");
     while (atomic_load(&s.n_gathered) == 0)
@@ -1331,18 +1344,18 @@ static void test_full(void **state)
     assert_int_equal(hx_http_send(s.gathered[0], HX_STR("held")), HX_HTTP_OPEN);
     assert_int_equal(poll(&(struct pollfd) { .fd = c.fd, .events = POLLIN }, 1, 50), 0);
     for (; was == HX_HTTP_OPEN; n++) {
-        was = hx_http_send(s.gathered[0], (hx_str){ text, PIECE });
+        was = hx_http_send(s.gathered[0], (hx_str) { text, PIECE });
         hx_http_flush(s.h);
         assert_true(n < 10000);
     }
     assert_int_equal(was, HX_HTTP_FULL);
     assert_true(n >= LIMIT / PIECE);
-    for (int still = 0; still < 5; nap(20000)) {    /* the socket may take some more */
+    for (int still = 0; still < 5; nap(20000)) { /* the socket may take some more */
         if (hx_http_send(s.gathered[0], HX_STR("")) == HX_HTTP_FULL) {
             still++;
             continue;
         }
-        hx_http_send(s.gathered[0], (hx_str){ text, PIECE });
+        hx_http_send(s.gathered[0], (hx_str) { text, PIECE });
         hx_http_flush(s.h);
         still = 0;
         n++;
@@ -1350,7 +1363,7 @@ static void test_full(void **state)
     while (sem_trywait(&news) == 0)
         ;
     nap(20000);
-    assert_int_equal(sem_trywait(&news), -1);       /* nobody reads */
+    assert_int_equal(sem_trywait(&news), -1); /* nobody reads */
     while (sem_trywait(&news) != 0)
         assert_int_equal(more(&c), 1);
     assert_int_equal(hx_http_send(s.gathered[0], HX_STR("")), HX_HTTP_OPEN);
@@ -1370,7 +1383,7 @@ static void check_gone(const char *request, void (*leave)(client *c), const char
     client c;
     int64_t t0;
 
-    start(&s, (hx_http_opt){ 0 });
+    start(&s, (hx_http_opt) { 0 });
     c = dial(&s);
     put_str(&c, request);
     nap(30000);
@@ -1451,7 +1464,7 @@ static void test_vanish(void **state)
     client c;
 
     (void)state;
-    start(&s, (hx_http_opt){ .keepalive_ms = 2, .max_queue_bytes = 20000 });
+    start(&s, (hx_http_opt) { .keepalive_ms = 2, .max_queue_bytes = 20000 });
     for (size_t i = 0; i < HX_LEN(t); i++)
         pthread_create(&t[i], NULL, vanish, &s);
     for (size_t i = 0; i < HX_LEN(t); i++)
@@ -1483,7 +1496,7 @@ static void test_idle_crowd(void **state)
                (unsigned long)files.rlim_cur);
         skip();
     }
-    start(&s, (hx_http_opt){ 0 });
+    start(&s, (hx_http_opt) { 0 });
     c[0] = dial(&s);
     ask(&c[0], "GET / HTTP/1.1\r\n" H "\r\n", 200, NULL);
     nap(50000);
@@ -1523,7 +1536,7 @@ static void test_drain(void **state)
     int fd;
 
     (void)state;
-    start(&s, (hx_http_opt){ 0 });
+    start(&s, (hx_http_opt) { 0 });
     idle = dial(&s);
     part = dial(&s);
     held = dial(&s);
@@ -1535,11 +1548,14 @@ static void test_drain(void **state)
     assert_true(at_end(&idle));
     assert_int_equal(get(&part, &r), 503);
     reply_free(&r);
-    late = (client){ .fd = fd = socket(AF_INET, SOCK_STREAM, 0) };
-    assert_int_equal(connect(late.fd, (struct sockaddr *)&(struct sockaddr_in){
-                         .sin_family = AF_INET, .sin_port = htons((uint16_t)s.port),
-                         .sin_addr.s_addr = htonl(INADDR_LOOPBACK) },
-                         sizeof(struct sockaddr_in)), -1);
+    late = (client) { .fd = fd = socket(AF_INET, SOCK_STREAM, 0) };
+    assert_int_equal(connect(late.fd,
+                             (struct sockaddr *)&(struct sockaddr_in) {
+                                 .sin_family = AF_INET,
+                                 .sin_port = htons((uint16_t)s.port),
+                                 .sin_addr.s_addr = htonl(INADDR_LOOPBACK) },
+                             sizeof(struct sockaddr_in)),
+                     -1);
     close(fd);
     /* What is in progress gets its answer; what waits behind it does not. */
     atomic_store(&s.open, true);
@@ -1553,7 +1569,7 @@ static void test_drain(void **state)
     finish_up(&s);
 
     /* What takes longer than the time it was given is closed; its worker hears of it. */
-    start(&s, (hx_http_opt){ 0 });
+    start(&s, (hx_http_opt) { 0 });
     held = dial(&s);
     put_str(&held, "GET /silent HTTP/1.1\r\n" H "\r\n");
     nap(30000);
@@ -1568,7 +1584,7 @@ static void test_drain(void **state)
 
     /* A second, impatient stop shortens the first; a stop before the loop runs is not
      * lost. */
-    start(&s, (hx_http_opt){ 0 });
+    start(&s, (hx_http_opt) { 0 });
     held = dial(&s);
     put_str(&held, "GET /silent HTTP/1.1\r\n" H "\r\n");
     nap(30000);
@@ -1577,8 +1593,8 @@ static void test_drain(void **state)
     hx_http_stop(s.h, 0);
     finish_up(&s);
     hang_up(&held);
-    s = (server){ 0 };
-    assert_int_equal(hx_http_open(&s.h, &(hx_http_opt){ 0 }, handle, &s, NULL), 0);
+    s = (server) { 0 };
+    assert_int_equal(hx_http_open(&s.h, &(hx_http_opt) { 0 }, handle, &s, NULL), 0);
     hx_http_stop(s.h, 5000);
     assert_int_equal(hx_http_run(s.h, NULL), 0);
     hx_http_close(s.h);
@@ -1617,23 +1633,23 @@ static void test_addresses(void **state)
         opt = (hx_http_opt) { .host = cases[i].host,
                               .port = cases[i].port,
                               .cors = cases[i].cors };
-        err = (hx_err){ 0 };
+        err = (hx_err) { 0 };
         assert_int_equal(hx_http_open(&h, &opt, handle, NULL, &err), cases[i].rc);
         assert_int_equal(h == NULL, cases[i].rc != 0);
         assert_int_equal(err.msg[0] == '\0', cases[i].rc == 0);
         hx_http_close(h);
     }
     for (int i = 0; i < 2; i++) {
-        opt = (hx_http_opt){ .host = i == 0 ? "::1" : "[::1]" };
+        opt = (hx_http_opt) { .host = i == 0 ? "::1" : "[::1]" };
         if (hx_http_open(&h, &opt, handle, NULL, &err) != 0)
-            assert_int_equal(err.code, HX_EIO);     /* a machine without IPv6 */
+            assert_int_equal(err.code, HX_EIO); /* a machine without IPv6 */
         else
             assert_true(hx_http_port(h) > 0);
         hx_http_close(h);
     }
     /* In use: the sentence names host and port. */
-    assert_int_equal(hx_http_open(&h, &(hx_http_opt){ 0 }, handle, NULL, NULL), 0);
-    opt = (hx_http_opt){ .port = hx_http_port(h) };
+    assert_int_equal(hx_http_open(&h, &(hx_http_opt) { 0 }, handle, NULL, NULL), 0);
+    opt = (hx_http_opt) { .port = hx_http_port(h) };
     assert_int_equal(hx_http_open(&second, &opt, handle, NULL, &err), HX_EIO);
     assert_non_null(strstr(err.msg, "127.0.0.1"));
     assert_non_null(strstr(err.msg, "in use"));
@@ -1669,13 +1685,13 @@ static void test_no_memory(void **state)
         hx_err err = { 0 };
 
         hx_test_fail_at(k);
-        rc = hx_http_open(&h, &(hx_http_opt){ 0 }, handle, NULL, &err);
+        rc = hx_http_open(&h, &(hx_http_opt) { 0 }, handle, NULL, &err);
         assert_true(rc == 0 || (rc == HX_ENOMEM && err.msg[0] != '\0' && h == NULL));
         assert_true(k < 10);
         hx_test_fail_at(0);
         hx_http_close(h);
     }
-    start(&s, (hx_http_opt){ 0 });
+    start(&s, (hx_http_opt) { 0 });
     for (size_t i = 0; i < HX_LEN(failing); i++) {
         int64_t k = 0, seen;
 
@@ -1703,7 +1719,7 @@ static void test_no_memory(void **state)
             reply_free(&r);
             hang_up(&c);
             seen = hx_test_fail_at(0);
-            c = dial(&s);       /* the next one is served as ever */
+            c = dial(&s); /* the next one is served as ever */
             ask(&c, "GET /worker HTTP/1.1\r\n" H "\r\n", 200, "GET|/worker|||");
             hang_up(&c);
             assert_true(k < 100);
@@ -1725,7 +1741,7 @@ static void test_cost_request(void **state)
     client c;
 
     (void)state;
-    start(&s, (hx_http_opt){ 0 });
+    start(&s, (hx_http_opt) { 0 });
     c = dial(&s);
     for (size_t p = 0; p < HX_LEN(paths); p++) {
         const int n = 1000 / SLOW;
@@ -1772,7 +1788,7 @@ static void test_cost_burst(void **state)
     server s;
 
     (void)state;
-    start(&s, (hx_http_opt){ 0 });
+    start(&s, (hx_http_opt) { 0 });
     for (int round = 0; round < 3; round++) {
         const int64_t t0 = hx_now_us();
 
@@ -1812,7 +1828,7 @@ static void test_cost_step(void **state)
     server s;
 
     (void)state;
-    start(&s, (hx_http_opt){ 0 });
+    start(&s, (hx_http_opt) { 0 });
     assert_int_equal(pthread_getcpuclockid(s.thread, &loop_clock), 0);
     for (int i = 0; i < N; i++) {
         c[i] = dial(&s);
@@ -1863,11 +1879,10 @@ int main(void)
         cmocka_unit_test(test_all_bodies),    cmocka_unit_test(test_head_and_cors),
         cmocka_unit_test(test_events),        cmocka_unit_test(test_keepalive_comment),
         cmocka_unit_test(test_slow_reader),   cmocka_unit_test(test_full),
-        cmocka_unit_test(test_gone),
-        cmocka_unit_test(test_vanish),        cmocka_unit_test(test_drain),
-        cmocka_unit_test(test_addresses),     cmocka_unit_test(test_no_memory),
-        cmocka_unit_test(test_cost_request),  cmocka_unit_test(test_cost_burst),
-        cmocka_unit_test(test_cost_step),
+        cmocka_unit_test(test_gone),          cmocka_unit_test(test_vanish),
+        cmocka_unit_test(test_drain),         cmocka_unit_test(test_addresses),
+        cmocka_unit_test(test_no_memory),     cmocka_unit_test(test_cost_request),
+        cmocka_unit_test(test_cost_burst),    cmocka_unit_test(test_cost_step),
     };
 
     for (size_t i = 0; i < sizeof(ten_mb); i++)

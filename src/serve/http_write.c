@@ -6,7 +6,10 @@
 #include <time.h>
 
 /* code is what clients see as error.code. */
-static const struct { int status; const char *reason, *code; } statuses[] = {
+static const struct {
+    int status;
+    const char *reason, *code;
+} statuses[] = {
     { 200, "OK", NULL },
     { 204, "No Content", NULL },
     { 400, "Bad Request", "bad_request" },

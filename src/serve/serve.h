@@ -1,8 +1,9 @@
 /* serve.h - the HTTP server: what main.c needs of it, and what its files share.
  *
- * Sees hoist.h, text and base; never tensors. One libuv loop thread owns sockets, parsing,
- * timers and writes; a small pool of request workers parses, renders, tokenizes and submits;
- * one pump thread takes the tokens of all running answers and makes their text. */
+ * Sees hoist.h, text and base; never tensors. One libuv loop thread owns sockets,
+ * parsing, timers and writes; a small pool of request workers parses, renders, tokenizes
+ * and submits; one pump thread takes the tokens of all running answers and makes their
+ * text. */
 #ifndef HX_SERVE_H
 #define HX_SERVE_H
 
@@ -14,67 +15,71 @@ typedef struct hx_pump hx_pump;
 
 /* Zero is a good default everywhere. Strings are copied. */
 typedef struct {
-    const char *host;            /* NULL: "127.0.0.1" */
-    int32_t     port;            /* 0 picks a free one */
-    const char *api_key;         /* NULL: open; else needed everywhere but /health and preflights */
-    const char *served_name;     /* NULL: the model's */
-    const char *cors;            /* allowed origin; NULL: "*"; "off": none */
-    bool        official_tokens; /* see hx_render_opt */
-    size_t      max_body_bytes;  /* 0: 32 MiB */
-    int32_t     max_connections; /* 0: 4096 */
-    int32_t     drain_ms;        /* running requests may go on so long after a stop; 0: 30,000 */
+    const char *host; /* NULL: "127.0.0.1" */
+    int32_t port;     /* 0 picks a free one */
+    const char
+        *api_key; /* NULL: open; else needed everywhere but /health and preflights */
+    const char *served_name; /* NULL: the model's */
+    const char *cors;        /* allowed origin; NULL: "*"; "off": none */
+    bool official_tokens;    /* see hx_render_opt */
+    size_t max_body_bytes;   /* 0: 32 MiB */
+    int32_t max_connections; /* 0: 4096 */
+    int32_t drain_ms; /* running requests may go on so long after a stop; 0: 30,000 */
 } hx_server_opt;
 
 /* Binds and listens; /health answers 503 until an engine is set. Errors: HX_EARG, HX_EIO
  * (address in use: says which), HX_ENOMEM. */
-int  hx_server_open(hx_server **out, const hx_server_opt *opt, hx_err *err);
-int  hx_server_port(const hx_server *s);
+int hx_server_open(hx_server **out, const hx_server_opt *opt, hx_err *err);
+int hx_server_port(const hx_server *s);
 /* The model is there. Any thread, once. Borrowed; must outlive the server. */
 void hx_server_set_engine(hx_server *s, hx_engine *e);
 /* Loading progress for /health and waiting requests; any thread. */
 void hx_server_set_loading(hx_server *s, uint64_t done_bytes, uint64_t total_bytes);
 /* Serves until hx_server_stop(); then drains. 0, or HX_EIO. */
-int  hx_server_run(hx_server *s, hx_err *err);
-void hx_server_stop(hx_server *s);               /* any thread, signal handlers too */
+int hx_server_run(hx_server *s, hx_err *err);
+void hx_server_stop(hx_server *s); /* any thread, signal handlers too */
 void hx_server_close(hx_server *s);
 
 /* ---- http.c: sockets to requests, responses to sockets ------------------ */
 
 /* Limits; 0 takes the default in brackets. */
 typedef struct {
-    const char *host;                /* ["127.0.0.1"] */
-    int32_t     port;                /* 0 picks a free one */
-    const char *cors;                /* allowed origin ["*"]; "off": no CORS headers */
-    size_t      max_head_bytes;      /* [32 KiB] else 431 */
-    size_t      max_body_bytes;      /* [32 MiB] else 413, before it is read */
-    size_t      max_queue_bytes;     /* [1 MiB] written but not taken by the client */
-    int32_t     max_connections;     /* [4096] else 503 and close */
-    int32_t     head_ms, body_ms;    /* [10 s, 60 s] to arrive, else 408 */
-    int32_t     idle_ms;             /* [75 s] between requests of a connection */
-    int32_t     keepalive_ms;        /* [10 s] silence on a begun stream before a comment is sent */
-    int32_t     stall_ms;            /* [60 s] without taking a byte of what waits, then closed */
+    const char *host;         /* ["127.0.0.1"] */
+    int32_t port;             /* 0 picks a free one */
+    const char *cors;         /* allowed origin ["*"]; "off": no CORS headers */
+    size_t max_head_bytes;    /* [32 KiB] else 431 */
+    size_t max_body_bytes;    /* [32 MiB] else 413, before it is read */
+    size_t max_queue_bytes;   /* [1 MiB] written but not taken by the client */
+    int32_t max_connections;  /* [4096] else 503 and close */
+    int32_t head_ms, body_ms; /* [10 s, 60 s] to arrive, else 408 */
+    int32_t idle_ms;          /* [75 s] between requests of a connection */
+    int32_t keepalive_ms; /* [10 s] silence on a begun stream before a comment is sent */
+    int32_t stall_ms;     /* [60 s] without taking a byte of what waits, then closed */
 } hx_http_opt;
 
 typedef struct hx_http hx_http;
 
 /* One request and its response. Owned by http.c; a handler may use it, on one thread at a
- * time, until it calls hx_http_reply() or hx_http_end(), also when the client has gone. */
+ * time, until it calls hx_http_reply() or hx_http_end(), also when the client has gone.
+ */
 typedef struct hx_exchange {
-    hx_str method;                   /* HEAD arrives as "GET" */
-    hx_str path, query;              /* path: percent-decoded, no trailing slash; "/" is the root */
+    hx_str method;      /* HEAD arrives as "GET" */
+    hx_str path, query; /* path: percent-decoded, no trailing slash; "/" is the root */
     hx_str body;
-    void  *conn;                     /* http.c's */
+    void *conn; /* http.c's */
 } hx_exchange;
 
 /* Called on the loop thread once a whole request is there; must not block: hand it to a
  * worker. Preflights (OPTIONS) are answered by http.c and never arrive. */
 typedef void hx_http_fn(void *ud, hx_exchange *x);
 
-int  hx_http_open(hx_http **out, const hx_http_opt *opt, hx_http_fn *fn, void *ud, hx_err *err);
-int  hx_http_port(const hx_http *h);
-int  hx_http_run(hx_http *h, hx_err *err);       /* the loop; returns after hx_http_stop() */
-/* Any thread, signal handlers too: takes no new connections or requests, lets responses in
- * progress finish for at most drain_ms, then closes what is left and lets the loop return. */
+int hx_http_open(hx_http **out, const hx_http_opt *opt, hx_http_fn *fn, void *ud,
+                 hx_err *err);
+int hx_http_port(const hx_http *h);
+int hx_http_run(hx_http *h, hx_err *err); /* the loop; returns after hx_http_stop() */
+/* Any thread, signal handlers too: takes no new connections or requests, lets responses
+ * in progress finish for at most drain_ms, then closes what is left and lets the loop
+ * return. */
 void hx_http_stop(hx_http *h, int32_t drain_ms);
 /* After hx_http_run() has returned and every exchange has ended. NULL is fine. */
 void hx_http_close(hx_http *h);
@@ -82,82 +87,86 @@ void hx_http_close(hx_http *h);
 /* A header's value; name in lower case; {NULL, 0} when absent. */
 hx_str hx_http_header(const hx_exchange *x, const char *name);
 
-/* The client closed or half-closed; whoever computes for it should stop. Cheap, any thread. */
+/* The client closed or half-closed; whoever computes for it should stop. Cheap, any
+ * thread. */
 bool hx_http_gone(const hx_exchange *x);
-/* fn(ud), on the loop thread, when that happens (at once if it has) and when a client whose queue
- * was full has caught up; NULL takes it back: fn does not run after that. It may only wake
- * somebody, and no lock that it takes may be held in a call of hx_http_*, for it runs under a lock
- * of http.c. */
+/* fn(ud), on the loop thread, when that happens (at once if it has) and when a client
+ * whose queue was full has caught up; NULL takes it back: fn does not run after that. It
+ * may only wake somebody, and no lock that it takes may be held in a call of hx_http_*,
+ * for it runs under a lock of http.c. */
 void hx_http_on_news(hx_exchange *x, void (*fn)(void *ud), void *ud);
 
-/* A whole response. type: content type; headers: extra lines "a: b\r\n…" or NULL. Ends the exchange. */
-void hx_http_reply(hx_exchange *x, int status, const char *type, const char *headers, hx_str body);
+/* A whole response. type: content type; headers: extra lines "a: b\r\n…" or NULL. Ends
+ * the exchange. */
+void hx_http_reply(hx_exchange *x, int status, const char *type, const char *headers,
+                   hx_str body);
 
-/* An event stream. send appends bytes (one or more whole events, or none: only asks) and never
- * waits: FULL, when the client is more than max_queue_bytes behind, has taken them too, but wants no
- * more until hx_http_on_news() says so; GONE: the client left, or took nothing for stall_ms. What
- * begin and send said goes out with the next flush, one for many streams, or with the end. In
- * silence comments (": keepalive") go out by themselves. */
+/* An event stream. send appends bytes (one or more whole events, or none: only asks) and
+ * never waits: FULL, when the client is more than max_queue_bytes behind, has taken them
+ * too, but wants no more until hx_http_on_news() says so; GONE: the client left, or took
+ * nothing for stall_ms. What begin and send said goes out with the next flush, one for
+ * many streams, or with the end. In silence comments (": keepalive") go out by
+ * themselves. */
 typedef enum { HX_HTTP_OPEN, HX_HTTP_FULL, HX_HTTP_GONE } hx_http_state;
 void hx_http_begin_events(hx_exchange *x);
 hx_http_state hx_http_send(hx_exchange *x, hx_str bytes);
-void hx_http_flush(hx_http *h);                  /* any thread */
-void hx_http_end(hx_exchange *x);                /* ends an event stream */
+void hx_http_flush(hx_http *h);   /* any thread */
+void hx_http_end(hx_exchange *x); /* ends an event stream */
 
 /* ---- server.c: routes, workers, what every route needs ------------------- */
 
 /* A request that fails before its answer has begun: a status and an error body. */
 typedef struct {
-    int     status;              /* 0: none */
-    char    param[96];           /* the field at fault, or "" */
-    const char *code;            /* machine-readable, or NULL */
-    char    msg[320];
-    int64_t n_prompt, n_ctx;     /* context overflow only */
+    int status;       /* 0: none */
+    char param[96];   /* the field at fault, or "" */
+    const char *code; /* machine-readable, or NULL */
+    char msg[320];
+    int64_t n_prompt, n_ctx; /* context overflow only */
 } hx_problem;
 
 typedef struct hx_call hx_call;
-/* 0: answered; HX_LATER: somebody else goes on with the call, which must not be touched any
- * more; else a problem not yet answered. */
+/* 0: answered; HX_LATER: somebody else goes on with the call, which must not be touched
+ * any more; else a problem not yet answered. */
 typedef int hx_route_fn(hx_call *c);
 #define HX_LATER 1
 
-/* One request. First on a worker, later perhaps on the pump, never on two threads at once;
- * everything in it ends with hx_server_finish(). */
+/* One request. First on a worker, later perhaps on the pump, never on two threads at
+ * once; everything in it ends with hx_server_finish(). */
 struct hx_call {
-    hx_server     *server;
-    hx_engine     *engine;
+    hx_server *server;
+    hx_engine *engine;
     const hx_info *info;
-    hx_exchange   *x;
-    hx_arena       arena;        /* capped */
-    hx_json       *body;         /* the parsed request, or NULL */
-    void          *state;        /* the route's, between two parts of it */
-    hx_problem     problem;
+    hx_exchange *x;
+    hx_arena arena; /* capped */
+    hx_json *body;  /* the parsed request, or NULL */
+    void *state;    /* the route's, between two parts of it */
+    hx_problem problem;
 
-    hx_call       *next;         /* in a queue of server.c */
-    hx_route_fn   *run;          /* what a worker does next */
-    bool           slow;         /* run may take long */
+    hx_call *next;    /* in a queue of server.c */
+    hx_route_fn *run; /* what a worker does next */
+    bool slow;        /* run may take long */
 
     /* For the log; the exchange ends before it is written. */
-    char           method[16], path[200];
-    int64_t        start_us;
-    int            status;       /* of the answer */
-    int64_t        n_prompt, n_answer;     /* tokens */
+    char method[16], path[200];
+    int64_t start_us;
+    int status;                 /* of the answer */
+    int64_t n_prompt, n_answer; /* tokens */
 };
 
 /* Notes the first problem of a call; returns HX_EARG. param and code may be NULL. */
-int  hx_server_problem(hx_call *c, int status, const char *param, const char *code,
-                       const char *fmt, ...) HX_PRINTF(5, 6);
+int hx_server_problem(hx_call *c, int status, const char *param, const char *code,
+                      const char *fmt, ...) HX_PRINTF(5, 6);
 /* The same from an engine's or parser's error. */
-int  hx_server_problem_err(hx_call *c, int rc, const char *param, const hx_err *err);
+int hx_server_problem_err(hx_call *c, int rc, const char *param, const hx_err *err);
 /* {"error": {…}} as OpenAI shapes it; status < 0: none known, an error of ours. */
 void hx_server_write_problem(hx_sb *b, const hx_problem *p);
 /* Whole answers; each ends the exchange. gone: nobody reads it; 499 is for the log. */
 void hx_server_reply_problem(hx_call *c);
 void hx_server_reply_json(hx_call *c, const hx_sb *json);
 void hx_server_reply_gone(hx_call *c);
-/* Lets a worker go on with run(c), one of few at once: for what may take long without the pump.
- * HX_LATER, or a problem (429: too many wait). */
-int  hx_server_defer(hx_call *c, hx_route_fn *run);
+/* Lets a worker go on with run(c), one of few at once: for what may take long without the
+ * pump. HX_LATER, or a problem (429: too many wait). */
+int hx_server_defer(hx_call *c, hx_route_fn *run);
 /* Answers what rc says is not yet answered, logs and frees the call. */
 void hx_server_finish(hx_call *c, int rc);
 /* Unique for this server and unguessable: prefix and 24 hex digits. */
@@ -174,8 +183,8 @@ const hx_json *hx_params_get(const hx_json *obj, const char *name);
 /* These set *out where the field is there; else leave it. A wrong type or a value out of
  * range is a problem that names the field. */
 int hx_params_bool(hx_call *c, const hx_json *obj, const char *name, bool *out);
-int hx_params_int(hx_call *c, const hx_json *obj, const char *name, int64_t min, int64_t max,
-                  int64_t *out);
+int hx_params_int(hx_call *c, const hx_json *obj, const char *name, int64_t min,
+                  int64_t max, int64_t *out);
 int hx_params_str(hx_call *c, const hx_json *obj, const char *name, hx_str *out);
 /* A list of token ids, in the call's arena; param names it in problems. */
 int hx_params_ids(hx_call *c, const hx_json *list, const char *param, const int32_t **out,
@@ -183,75 +192,79 @@ int hx_params_ids(hx_call *c, const hx_json *list, const char *param, const int3
 
 /* ---- generate.c: the one path from a neutral request to answers --------- */
 
-typedef struct { const int32_t *id; int64_t n; } hx_prompt;
+typedef struct {
+    const int32_t *id;
+    int64_t n;
+} hx_prompt;
 
 /* A neutral request: every dialect is parsed to it. Arrays live in the call's arena. */
 typedef struct {
-    hx_request   sampling;       /* tokens and n_tokens are set by generate.c */
-    bool         chat;           /* vars through the template, else raw prompts */
-    hx_str       vars;           /* chat: JSON object for hx_render() */
-    const hx_json *tools;        /* chat: tools in force, or NULL */
-    bool         no_thinking;    /* chat: an opened <think> is closed at once */
-    const hx_prompt *prompt;     /* [n_prompt] raw prompts; chat: the rendered one, later */
-    int32_t      n_prompt, n;    /* prompts, answers of each */
-    bool         keep_special;   /* special tokens are shown */
-    bool         stream, usage, echo;
-    hx_str       model;          /* as the client called it */
+    hx_request sampling;     /* tokens and n_tokens are set by generate.c */
+    bool chat;               /* vars through the template, else raw prompts */
+    hx_str vars;             /* chat: JSON object for hx_render() */
+    const hx_json *tools;    /* chat: tools in force, or NULL */
+    bool no_thinking;        /* chat: an opened <think> is closed at once */
+    const hx_prompt *prompt; /* [n_prompt] raw prompts; chat: the rendered one, later */
+    int32_t n_prompt, n;     /* prompts, answers of each */
+    bool keep_special;       /* special tokens are shown */
+    bool stream, usage, echo;
+    hx_str model; /* as the client called it */
 } hx_generate;
 
 /* What a dialect gets while answers are made; index counts answers over all prompts. */
 typedef enum {
-    HX_GEN_TOKEN,        /* only with log-probabilities: token, bytes, logprob, top, offset */
-    HX_GEN_REPLY,        /* a piece of a chat answer: reply */
-    HX_GEN_TEXT,         /* a piece of a raw answer: text; follows the tokens it covers */
-    HX_GEN_END           /* the answer is complete: stop, n_call and the counts */
+    HX_GEN_TOKEN, /* only with log-probabilities: token, bytes, logprob, top, offset */
+    HX_GEN_REPLY, /* a piece of a chat answer: reply */
+    HX_GEN_TEXT,  /* a piece of a raw answer: text; follows the tokens it covers */
+    HX_GEN_END    /* the answer is complete: stop, n_call and the counts */
 } hx_gen_kind;
 
 typedef struct {
-    hx_gen_kind  kind;
-    int32_t      index;
+    hx_gen_kind kind;
+    int32_t index;
     const hx_reply_event *reply;
-    hx_str       text;           /* whole characters */
-    int32_t      token;
-    hx_str       bytes;          /* of the token */
-    float        logprob;
-    const hx_choice *top;        /* [sampling.n_top] */
-    int64_t      offset;         /* characters of the raw answer before the token */
-    hx_stop      stop;
-    int32_t      n_call;
-    int64_t      n_prompt, n_cached, n_answer, n_reasoning;     /* tokens */
-    hx_times     times;
+    hx_str text; /* whole characters */
+    int32_t token;
+    hx_str bytes; /* of the token */
+    float logprob;
+    const hx_choice *top; /* [sampling.n_top] */
+    int64_t offset;       /* characters of the raw answer before the token */
+    hx_stop stop;
+    int32_t n_call;
+    int64_t n_prompt, n_cached, n_answer, n_reasoning; /* tokens */
+    hx_times times;
 } hx_gen_event;
 
-/* What a dialect does with the answers; both are called by the pump and must not take long. */
+/* What a dialect does with the answers; both are called by the pump and must not take
+ * long. */
 typedef struct {
     /* Appends to out, which generate.c sends when the exchange is a stream. */
     void (*event)(void *ud, const hx_gen_event *ev, hx_sb *out);
-    /* Once, when no event will come any more: ends the exchange and frees what is in ud. rc 0: all
-     * answers are complete; HX_ECANCEL: the client has gone; else c->problem is set. Returns what a
-     * route does. */
-    int  (*end)(void *ud, int rc);
-    void *ud;                    /* in the call's arena */
-    bool  stream;                /* an event stream has begun and takes what event() writes */
+    /* Once, when no event will come any more: ends the exchange and frees what is in ud.
+     * rc 0: all answers are complete; HX_ECANCEL: the client has gone; else c->problem is
+     * set. Returns what a route does. */
+    int (*end)(void *ud, int rc);
+    void *ud;    /* in the call's arena */
+    bool stream; /* an event stream has begun and takes what event() writes */
 } hx_gen_sink;
 
 typedef struct hx_gen hx_gen;
 
 /* Reads the sampling fields that all dialects of OpenAI's family share. */
-int  hx_params_sampling(hx_call *c, hx_generate *g);
+int hx_params_sampling(hx_call *c, hx_generate *g);
 
 /* Whether the prompts are few and short enough; hx_gen_open() does this by itself. */
-int  hx_gen_check(hx_call *c, const hx_generate *g);
-/* Renders, tokenizes and submits; afterwards the request can only fail in the engine. Lives in the
- * call's arena; ends with hx_gen_start() or hx_gen_close(). */
-int  hx_gen_open(hx_gen **out, hx_call *c, const hx_generate *g);
+int hx_gen_check(hx_call *c, const hx_generate *g);
+/* Renders, tokenizes and submits; afterwards the request can only fail in the engine.
+ * Lives in the call's arena; ends with hx_gen_start() or hx_gen_close(). */
+int hx_gen_open(hx_gen **out, hx_call *c, const hx_generate *g);
 /* The pump takes over the call and finishes it. Returns HX_LATER. */
-int  hx_gen_start(hx_gen *g, const hx_gen_sink *sink);
-void hx_gen_close(hx_gen *g);                    /* cancels what still runs */
+int hx_gen_start(hx_gen *g, const hx_gen_sink *sink);
+void hx_gen_close(hx_gen *g); /* cancels what still runs */
 int64_t hx_gen_count_chars(hx_str utf8);
 
 /* One thread that serves all generations; none ever waits for its client. */
-int  hx_gen_open_pump(hx_pump **out, hx_http *http, hx_err *err);
+int hx_gen_open_pump(hx_pump **out, hx_http *http, hx_err *err);
 /* Waits until all have ended; none may be started any more. NULL is fine. */
 void hx_gen_close_pump(hx_pump *p);
 
@@ -262,18 +275,19 @@ int hx_completions(hx_call *c);
 /* Shared by both: usage and timings of the answers so far. */
 typedef struct {
     int64_t n_prompt, n_cached, n_answer, n_reasoning;
-    hx_times times;              /* of the answer that ended last */
+    hx_times times; /* of the answer that ended last */
 } hx_openai_sum;
 void hx_openai_add(hx_openai_sum *s, const hx_gen_event *ev, bool new_prompt);
 void hx_openai_write_timings(hx_sb *b, const hx_openai_sum *s);
-/* What answers and chunks are wrapped in: {"id":…,"choices":[ and ],"usage":…,"timings":…}. */
+/* What answers and chunks are wrapped in: {"id":…,"choices":[ and
+ * ],"usage":…,"timings":…}. */
 void hx_openai_write_head(hx_sb *b, hx_call *c, const char *prefix, const char *object,
                           hx_str model);
 void hx_openai_write_tail(hx_sb *b, const hx_openai_sum *s);
-/* Ends an event stream as rc of hx_gen_sink.end says: with the sum, unless that is NULL, and [DONE],
- * or with the call's problem. head: of every chunk, up to its choices. */
+/* Ends an event stream as rc of hx_gen_sink.end says: with the sum, unless that is NULL,
+ * and [DONE], or with the call's problem. head: of every chunk, up to its choices. */
 void hx_openai_end_stream(hx_call *c, int rc, hx_str head, const hx_openai_sum *sum);
 /* The messages, tools and switches of a chat request as the template's variables. */
-int  hx_openai_vars(hx_call *c, hx_generate *g);
+int hx_openai_vars(hx_call *c, hx_generate *g);
 
 #endif

@@ -83,9 +83,9 @@ int hx_server_problem_err(hx_call *c, int rc, const char *param, const hx_err *e
         int rc, status;
         const char *code;
     } map[] = {
-        { HX_EARG, 400, "invalid_value" },       { HX_EFORMAT, 400, "invalid_value" },
-        { HX_EUNSUP, 400, "unsupported_value" }, { HX_ELIMIT, 400, "limit_exceeded" },
-        { HX_ENOMEM, 503, "out_of_memory" },     { HX_ECANCEL, 503, "shutting_down" },
+        { HX_EARG, 400, "invalid_value" },        { HX_EFORMAT, 400, "invalid_value" },
+        { HX_EUNSUP, 400, "unsupported_value" },  { HX_ELIMIT, 400, "limit_exceeded" },
+        { HX_ENOMEM, 503, "out_of_memory" },      { HX_ECANCEL, 503, "shutting_down" },
         { HX_EBUSY, 429, "rate_limit_exceeded" },
     };
 
@@ -453,9 +453,8 @@ static void log_call(const hx_call *c)
     const size_t n = strlen(c->path);
     const bool quiet = n >= 7 && strcmp(c->path + n - 7, "/health") == 0;
 
-    hx_log(quiet ? HX_LOG_DEBUG : HX_LOG_INFO,
-           "%s %s %d, %lld + %lld tokens, %.1f ms", c->method, c->path, c->status,
-           (long long)c->n_prompt, (long long)c->n_answer,
+    hx_log(quiet ? HX_LOG_DEBUG : HX_LOG_INFO, "%s %s %d, %lld + %lld tokens, %.1f ms",
+           c->method, c->path, c->status, (long long)c->n_prompt, (long long)c->n_answer,
            (double)(hx_now_us() - c->start_us) / 1e3);
 }
 

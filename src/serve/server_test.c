@@ -76,7 +76,8 @@ static void stop(fixture *f)
 
 /* ---- a client ------------------------------------------------------------ */
 
-static int dial(int port)
+/* rcvbuf 0: the system's */
+static int dial_at(int port, int rcvbuf)
 {
     const struct timeval limit = { .tv_sec = 20 };
     struct sockaddr_in a = { .sin_family = AF_INET,
@@ -86,8 +87,15 @@ static int dial(int port)
 
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
     setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+    if (rcvbuf > 0)
+        setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &rcvbuf, sizeof rcvbuf);
     assert_int_equal(connect(fd, (struct sockaddr *)&a, sizeof a), 0);
     return fd;
+}
+
+static int dial(int port)
+{
+    return dial_at(port, 0);
 }
 
 static void send_request(int fd, const char *method, const char *path,
@@ -1114,6 +1122,17 @@ static void test_queue_full(void **state)
     fixture *f = start(NULL, 1, 1, 4096);
     const int a = dial(f->port), b = dial(f->port);
     static const char slow[] = "{\"prompt\":\"[[{prefill=60000}a|b]]\"}";
+    static const struct {
+        const char *path, *body;
+    } refused[] = {
+        { "/v1/completions", "{\"prompt\":\"x\"}" },
+        { "/v1/completions", "{\"prompt\":\"x\",\"stream\":true}" },
+        { "/v1/completions", "{\"prompt\":\"x\",\"echo\":true,\"logprobs\":1}" },
+        { "/v1/chat/completions",
+          "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}]}" },
+        { "/v1/chat/completions",
+          "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}],\"stream\":true}" },
+    };
     response *r;
 
     (void)state;
@@ -1121,13 +1140,22 @@ static void test_queue_full(void **state)
     wait_state(f, 1, 0);
     send_request(b, "POST", "/v1/completions", NULL, slow);
     wait_state(f, 1, 1);
-    r = post(f, "/v1/completions", "{\"prompt\":\"x\",\"stream\":true}");
-    assert_int_equal(r->status, 429);
-    assert_str(r->json, "error.type", "rate_limit_error");
-    assert_non_null(strstr(r->raw.p, "Retry-After: "));
-    done(r);
-    close(a);
+    for (size_t i = 0; i < HX_LEN(refused); i++) {
+        r = post(f, refused[i].path, refused[i].body);
+        assert_int_equal(r->status, 429);
+        assert_str(r->json, "error.type", "rate_limit_error");
+        assert_str(r->json, "error.code", "rate_limit_exceeded");
+        assert_non_null(strstr(r->raw.p, "Retry-After: "));
+        done(r);
+    }
     close(b);
+    wait_state(f, 1, 0);
+    /* One of two answers has a place: neither is made. */
+    r = post(f, "/v1/completions", "{\"prompt\":\"x\",\"n\":2,\"stream\":true}");
+    assert_int_equal(r->status, 429);
+    done(r);
+    wait_state(f, 1, 0);
+    close(a);
     wait_idle(f, 1000);
     stop(f);
 }
@@ -1193,6 +1221,164 @@ static void test_gone(void **state)
         close(first); /* in prefill, in decode */
         wait_idle(f, 1000);
     }
+    response *r = chat(f, "[[</think>|fine]]", "");
+    assert_str(r->json, "choices.0.message.content", "fine");
+    done(r);
+    stop(f);
+}
+
+/* ---- scoring ------------------------------------------------------------- */
+
+/* Scoring blocks a worker: few do it at once, so that others are answered meanwhile. */
+static void test_scoring(void **state)
+{
+    enum { N = 24 };
+    fixture *f = start(NULL, 4, 64, 4096);
+    hx_sb many = { 0 };
+    int fd[N];
+
+    (void)state;
+    for (int i = 0; i < N; i++) {
+        fd[i] = dial(f->port);
+        send_request(fd[i], "POST", "/v1/completions", NULL,
+                     "{\"prompt\":\"[[{score=60}a]]\",\"echo\":true,\"logprobs\":0}");
+    }
+    while (atomic_load(&f->engine->n_scoring) == 0)
+        usleep(1000);
+    response *r = chat(f, "[[</think>|now]]", "");
+    assert_str(r->json, "choices.0.message.content", "now");
+    done(r);
+    assert_true(atomic_load(&f->engine->n_scoring) > 0);
+    for (int i = 0; i < N; i++) {
+        r = receive(fd[i]);
+        assert_str(r->json, "choices.0.text", "[[{score=60}a]]a");
+        assert_int_equal(hx_json_len(at(r->json, "choices.0.logprobs.tokens")), 16);
+        done(r);
+    }
+    assert_in_range(atomic_load(&f->engine->max_scoring), 1, (8 + hx_sys_n_cpu()) / 2);
+    /* A client that leaves: what it asked for ends with the prompt at work. */
+    hx_sb_str(&many, "{\"echo\":true,\"logprobs\":0,\"prompt\":[\"[[{score=50}a]]\"");
+    for (int i = 1; i < 200; i++)
+        hx_sb_str(&many, ",\"[[{score=50}a]]\"");
+    hx_sb_str(&many, "]}");
+    fd[0] = dial(f->port);
+    send_request(fd[0], "POST", "/v1/completions", NULL, many.p);
+    hx_sb_free(&many);
+    while (atomic_load(&f->engine->n_scoring) == 0)
+        usleep(1000);
+    close(fd[0]);
+    const int64_t start_us = hx_now_us();
+    stop(f); /* waits for it */
+    assert_true(hx_now_us() - start_us < 3000000);
+}
+
+/* ---- clients that read slowly -------------------------------------------- */
+
+static int32_t tokens_out(const fixture *f)
+{
+    int32_t n = 0;
+
+    pthread_mutex_lock(&f->engine->lock);
+    for (int32_t i = 0; i < FAKE_SLOTS; i++)
+        if (f->engine->slot[i] != NULL)
+            n += f->engine->slot[i]->n_out;
+    pthread_mutex_unlock(&f->engine->lock);
+    return n;
+}
+
+#define LONG "0123456789abcdefghijklmnopqrstuvwxyz0123456789abcdefghijklmnopqrstuvwxyz"
+
+/* Returns once the streams that fd does not read are paused; how many tokens they have.
+ */
+static int32_t start_stalled(const fixture *f, int *fd)
+{
+    int32_t before, n = -1;
+
+    *fd = dial_at(f->port, 32768);
+    send_request(*fd, "POST", "/v1/completions", NULL,
+                 "{\"prompt\":\"[[{repeat=30000}" LONG "]]\",\"stream\":true,\"n\":2}");
+    wait_state(f, 2, 0);
+    do {
+        before = n;
+        usleep(300000);
+        n = tokens_out(f);
+    } while (n != before);
+    return n;
+}
+
+/* It pauses its own streams and nobody else's, and gets all once it reads. */
+static void test_slow_client(void **state)
+{
+    enum { N = 2 * 30000 };
+    fixture *f = start(&(hx_server_opt) { .drain_ms = 300 }, 4, 16, 1 << 20);
+    int32_t n = 0;
+    int fd;
+    response *r;
+
+    (void)state;
+    assert_in_range(start_stalled(f, &fd), 1000, N - 1);
+    r = chat(f, "[[{repeat=3000}</think>|on]]", ",\"stream\":true");
+    stream *s = read_stream(r);
+    assert_int_equal(s->content.n, 2 * 3000);
+    free_stream(s);
+    done(r);
+    r = receive(fd);
+    for (const char *p = r->body.p, *to = p + r->body.n;
+         (p = memmem(p, (size_t)(to - p), LONG, strlen(LONG))) != NULL; p += strlen(LONG))
+        n++;
+    assert_int_equal(n, N);
+    assert_non_null(strstr(r->body.p + r->body.n - 20, "data: [DONE]"));
+    done(r);
+    start_stalled(f, &fd);
+    close(fd); /* paused streams end too */
+    wait_idle(f, 1000);
+    start_stalled(f, &fd);
+    stop(f);
+    close(fd);
+}
+
+/* Clients that leave at any moment, with all kinds of requests. */
+static void *leave_early(void *ud)
+{
+    static const char *const bodies[] = {
+        "{\"prompt\":\"[[{delay=1,repeat=50}a|b]]\",\"stream\":true}",
+        "{\"prompt\":\"[[{repeat=2000}a|b]]\",\"stream\":true,\"n\":3}",
+        "{\"prompt\":\"[[{delay=1,repeat=5}a|b]]\",\"n\":2}",
+        "{\"prompt\":\"[[{prefill=3}a]]\",\"echo\":true,\"logprobs\":1}",
+        "{\"prompt\":\"[[{error=3,repeat=5}a|b]]\",\"stream\":true}",
+        "{\"prompt\":\"[[a]]\",\"stream\":true}",
+    };
+    const fixture *f = ud;
+    const uint64_t seed = (uint64_t)hx_now_us();
+    char buf[4096];
+
+    for (uint64_t i = 0; i < 60; i++) {
+        const uint64_t dice = hx_rng_at(seed, i);
+        const struct linger reset = { 1, 0 };
+        const int fd = dial(f->port);
+
+        send_request(fd, "POST", "/v1/completions", NULL, bodies[dice % HX_LEN(bodies)]);
+        usleep((useconds_t)(dice >> 16) % 4000);
+        if (dice & 512)
+            (void)!recv(fd, buf, sizeof buf, MSG_DONTWAIT);
+        if (dice & 1024)
+            setsockopt(fd, SOL_SOCKET, SO_LINGER, &reset, sizeof reset);
+        close(fd);
+    }
+    return NULL;
+}
+
+static void test_vanish(void **state)
+{
+    fixture *f = start(NULL, 8, 64, 8192);
+    pthread_t thread[6];
+
+    (void)state;
+    for (size_t i = 0; i < HX_LEN(thread); i++)
+        pthread_create(&thread[i], NULL, leave_early, f);
+    for (size_t i = 0; i < HX_LEN(thread); i++)
+        pthread_join(thread[i], NULL);
+    wait_idle(f, 5000);
     response *r = chat(f, "[[</think>|fine]]", "");
     assert_str(r->json, "choices.0.message.content", "fine");
     done(r);
@@ -1358,8 +1544,10 @@ int main(void)
         cmocka_unit_test(test_completions),  cmocka_unit_test(test_completions_refused),
         cmocka_unit_test(test_overflow),     cmocka_unit_test(test_queue_full),
         cmocka_unit_test(test_engine_error), cmocka_unit_test(test_gone),
-        cmocka_unit_test(test_many),         cmocka_unit_test(test_cost),
-        cmocka_unit_test(test_drain),        cmocka_unit_test(test_no_leaks),
+        cmocka_unit_test(test_scoring),      cmocka_unit_test(test_slow_client),
+        cmocka_unit_test(test_vanish),       cmocka_unit_test(test_many),
+        cmocka_unit_test(test_cost),         cmocka_unit_test(test_drain),
+        cmocka_unit_test(test_no_leaks),
     };
 
     return cmocka_run_group_tests_name("server", tests, NULL, NULL);

@@ -6,14 +6,14 @@
  * dropped silently. */
 #include "text/grammar_ir.h"
 
-static const hx_str no_name = { NULL, 0 };
+static const hx_str none = { NULL, 0 };
 
 /* ---- front ends ------------------------------------------------------ */
 
 static hx_ref choice_parse(hx_ir *ir, hx_str source)
 {
     hx_json *list = NULL;
-    HX_VEC(hx_ref) way = { 0 };
+    hx_refs way = { 0 };
     hx_ref e;
 
     if (source.n > ir->opt.source_bytes)
@@ -32,20 +32,26 @@ static hx_ref choice_parse(hx_ir *ir, hx_str source)
             way.p[way.n - 1] = hx_ir_lit(ir, s.p, s.n);
     }
     e = hx_ir_alt(ir, way.p, way.n);
-    hx_free(way.p);
+    HX_DROP(ir, way);
     hx_json_free(list);
     return e;
 }
 
-static hx_ref parse(hx_ir *ir, hx_grammar_kind kind, hx_str source)
+static hx_ref parse(hx_ir *ir, hx_grammar_kind kind, hx_str source, hx_str at)
 {
     switch (kind) {
-    case HX_GRAMMAR_JSON:        return hx_json_object(ir);
-    case HX_GRAMMAR_JSON_SCHEMA: return hx_schema_parse(ir, source);
-    case HX_GRAMMAR_REGEX:       return hx_regex_parse(ir, source, false, false);
-    case HX_GRAMMAR_EBNF:        return hx_ebnf_parse(ir, source);
-    case HX_GRAMMAR_CHOICE:      return choice_parse(ir, source);
-    case HX_GRAMMAR_NONE:        break;
+    case HX_GRAMMAR_JSON:
+        return hx_json_object(ir);
+    case HX_GRAMMAR_JSON_SCHEMA:
+        return hx_schema_parse(ir, source, at);
+    case HX_GRAMMAR_REGEX:
+        return hx_regex_parse(ir, source, false, false);
+    case HX_GRAMMAR_EBNF:
+        return hx_ebnf_parse(ir, source);
+    case HX_GRAMMAR_CHOICE:
+        return choice_parse(ir, source);
+    case HX_GRAMMAR_NONE:
+        break;
     }
     hx_ir_fail(ir, HX_EARG, "grammar: kind %d", (int)kind);
     return HX_NONE;
@@ -61,7 +67,8 @@ static hx_ref all_text(hx_ir *ir)
 
 /* How many characters of the literal are matched after c, when k were (Knuth, Morris and
  * Pratt's automaton; fail[k] is the longest border of the first k). */
-static uint32_t advance(const uint32_t *lit, const uint32_t *border, uint32_t k, uint32_t c)
+static uint32_t advance(const uint32_t *lit, const uint32_t *border, uint32_t k,
+                        uint32_t c)
 {
     while (lit[k] != c && k > 0)
         k = border[k];
@@ -69,10 +76,10 @@ static uint32_t advance(const uint32_t *lit, const uint32_t *border, uint32_t k,
 }
 
 /* Place k of the automaton: one way per character of the literal, one for all others. */
-static hx_ref until_place(hx_ir *ir, const uint32_t *lit, const uint32_t *border, uint32_t n,
-                          uint32_t k, uint32_t first)
+static hx_ref until_place(hx_ir *ir, const uint32_t *lit, const uint32_t *border,
+                          uint32_t n, uint32_t k, uint32_t first)
 {
-    HX_VEC(hx_range) set = { 0 };
+    hx_ranges set = { 0 };
     hx_ref all = HX_NONE;
     uint32_t n_set, n_out;
 
@@ -86,27 +93,29 @@ static hx_ref until_place(hx_ir *ir, const uint32_t *lit, const uint32_t *border
             seen |= lit[j] == lit[i];
         set.p[i] = (hx_range) { lit[i], lit[i] };
         if (!seen && hx_ir_work(ir, i))
-            all = HX_ALT(ir, all, HX_SEQ(ir, hx_ir_char(ir, lit[i], false),
-                                         to == n ? HX_EMPTY : hx_ir_goto(ir, first + to)));
+            all = HX_ALT(ir, all,
+                         HX_SEQ(ir, hx_ir_char(ir, lit[i], false),
+                                to == n ? HX_EMPTY : hx_ir_goto(ir, first + to)));
     }
     n_set = (uint32_t)hx_range_norm(set.p, n);
     n_out = (uint32_t)hx_range_invert(set.p, n_set, set.p + n_set);
-    all = HX_ALT(ir, all, HX_SEQ(ir, hx_ir_set(ir, set.p + n_set, n_out, false),
-                                 hx_ir_goto(ir, first)));
-    hx_free(set.p);
+    all = HX_ALT(
+        ir, all,
+        HX_SEQ(ir, hx_ir_set(ir, set.p + n_set, n_out, false), hx_ir_goto(ir, first)));
+    HX_DROP(ir, set);
     return all;
 }
 
 /* Any text up to and with the first occurrence of text. */
 static hx_ref until(hx_ir *ir, hx_str text)
 {
-    HX_VEC(uint32_t) lit = { 0 };
-    HX_VEC(uint32_t) border = { 0 };
+    hx_u32s lit = { 0 };
+    hx_u32s border = { 0 };
     uint32_t n = 0, first = ir->rule.n;
 
     if (text.n == 0 || text.n > 256 || !hx_utf8_ok(text.p, text.n)) {
-        hx_ir_fail(ir, HX_EARG, "pieces: \"until\" takes 1 to 256 bytes of UTF-8, not %zu",
-                   text.n);
+        hx_ir_fail(ir, HX_EARG,
+                   "pieces: \"until\" takes 1 to 256 bytes of UTF-8, not %zu", text.n);
         return HX_NONE;
     }
     if (HX_PUSH(ir, lit, (uint32_t)text.n) && HX_PUSH(ir, border, (uint32_t)text.n + 1)) {
@@ -115,7 +124,7 @@ static hx_ref until(hx_ir *ir, hx_str text)
         for (uint32_t k = 1; k < n; k++)
             border.p[k + 1] = advance(lit.p, border.p, border.p[k], lit.p[k]);
         for (uint32_t k = 0; k < n; k++)
-            hx_ir_rule_new(ir, no_name);
+            hx_ir_rule_new(ir, none);
         for (uint32_t k = 0; k < n && ir->rc == 0; k++) {
             const hx_ref body = until_place(ir, lit.p, border.p, n, k, first);
 
@@ -123,8 +132,8 @@ static hx_ref until(hx_ir *ir, hx_str text)
                 ir->rule.p[first + k].body = body;
         }
     }
-    hx_free(lit.p);
-    hx_free(border.p);
+    HX_DROP(ir, lit);
+    HX_DROP(ir, border);
     return hx_ir_goto(ir, first);
 }
 
@@ -132,7 +141,7 @@ static hx_ref piece_parse(hx_ir *ir, const hx_piece *p, uint32_t depth);
 
 static hx_ref children(hx_ir *ir, const hx_piece *p, uint32_t depth)
 {
-    HX_VEC(hx_ref) way = { 0 };
+    hx_refs way = { 0 };
     hx_ref e = HX_NONE;
 
     if (HX_PUSH(ir, way, (uint32_t)HX_MIN(p->n_child, UINT32_MAX - 1))) {
@@ -141,7 +150,7 @@ static hx_ref children(hx_ir *ir, const hx_piece *p, uint32_t depth)
         e = p->kind == HX_PIECE_ALT ? hx_ir_alt(ir, way.p, way.n)
                                     : hx_ir_seq(ir, way.p, way.n);
     }
-    hx_free(way.p);
+    HX_DROP(ir, way);
     return e;
 }
 
@@ -159,7 +168,7 @@ static hx_ref piece_parse(hx_ir *ir, const hx_piece *p, uint32_t depth)
             return hx_ir_token(ir, p->token);
         break;
     case HX_PIECE_GRAMMAR:
-        return parse(ir, p->grammar, p->text);
+        return parse(ir, p->grammar, p->text, p->at);
     case HX_PIECE_ANY:
         return all_text(ir);
     case HX_PIECE_UNTIL:
@@ -206,7 +215,7 @@ static int compile(hx_grammar **out, const hx_vocab *v, hx_ir *ir, hx_ref e)
     if (ir->node.p[e].kind == HX_IR_CALL) {
         root = ir->node.p[e].a;
     } else {
-        root = hx_ir_rule_new(ir, no_name);
+        root = hx_ir_rule_new(ir, none);
         if (ir->rc == 0)
             ir->rule.p[root].body = e;
     }
@@ -228,15 +237,15 @@ fail:
     return ir->rc;
 }
 
-int hx_grammar_open(hx_grammar **out, const hx_vocab *v, hx_grammar_kind kind, hx_str source,
-                    const hx_grammar_opt *opt, hx_err *err)
+int hx_grammar_open(hx_grammar **out, const hx_vocab *v, hx_grammar_kind kind,
+                    hx_str source, const hx_grammar_opt *opt, hx_err *err)
 {
     hx_ir ir;
     int rc;
 
     *out = NULL;
     hx_ir_init(&ir, opt, err);
-    rc = compile(out, v, &ir, parse(&ir, kind, source));
+    rc = compile(out, v, &ir, parse(&ir, kind, source, none));
     hx_ir_free(&ir);
     return rc;
 }

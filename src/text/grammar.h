@@ -8,6 +8,7 @@
  *
  * Threads: a vocabulary is shared freely; a grammar and its matchers belong to one thread
  * at a time. */
+/* clang-format off */      /* fields and their comments are aligned by hand */
 #ifndef HX_GRAMMAR_H
 #define HX_GRAMMAR_H
 
@@ -39,11 +40,11 @@ void hx_vocab_close(hx_vocab *v);
  * The defaults keep hx_grammar_open() under 100 ms and a mask under 100 ms for any source
  * (Zen 3, 2.5 GHz). */
 #define HX_GRAMMAR_LIMITS(X)                                                             \
-    X(source_bytes, 1 << 20, "bytes of source")                                          \
+    X(source_bytes, 1 << 19, "bytes of source")                                          \
     X(nesting, 128, "levels of nesting in the source")                                   \
     X(repeat, 100000, "as the bound of a quantifier")                                    \
-    X(rules, 1 << 15, "rules")                                                           \
-    X(nodes, 1 << 18, "nodes of the parsed source")                                      \
+    X(rules, 1 << 16, "rules")                                                           \
+    X(nodes, 1 << 17, "nodes of the parsed source")                                      \
     X(states, 1 << 16, "states")                                                         \
     X(steps, 1500000, "steps of compiling")                                              \
     X(memory_bytes, 64 << 20, "bytes of memory to compile in")                           \
@@ -94,6 +95,8 @@ typedef enum {
 typedef struct hx_piece {
     hx_piece_kind   kind;
     hx_str          text;
+    hx_str          at;      /* JSON_SCHEMA: the schema is this part of the source, like
+                              * "#/properties/x"; {NULL, 0}: it is all of it */
     hx_grammar_kind grammar;
     int32_t         token, min, max;
     const struct hx_piece *child;        /* [n_child] */

@@ -9,23 +9,26 @@
 
 #include <stdlib.h>
 
-typedef struct { uint32_t at, n, hash, state; } subset;      /* [at, at + n) of pool */
+typedef struct {
+    uint32_t at, n, hash, state;
+} subset; /* [at, at + n) of pool */
+typedef HX_VEC(subset) subsets;
 
 typedef struct {
     hx_dfa *d;
-    hx_ir  *ir;
-    hx_nfa  nfa;
-    uint32_t first;                  /* the rule's first state in d */
-    HX_VEC(uint32_t) pool;           /* NFA states of all subsets */
-    HX_VEC(subset)   set;            /* [k]: state first + k */
-    HX_VEC(uint32_t) slot;           /* hash table of set index + 1 */
-    HX_VEC(uint32_t) mark;           /* [NFA state] turn */
-    HX_VEC(uint32_t) stack;
-    HX_VEC(uint32_t) to;             /* targets of the edge at hand */
-    HX_VEC(uint32_t) edge;           /* byte edges of the subset at hand */
-    HX_VEC(uint64_t) other;          /* its other edges: is it a token, what, edge */
-    HX_VEC(uint8_t)  called;         /* [rule] */
-    HX_VEC(uint32_t) rules;          /* called, to be built */
+    hx_ir *ir;
+    hx_nfa nfa;
+    uint32_t first; /* the rule's first state in d */
+    hx_u32s pool;   /* NFA states of all subsets */
+    subsets set;    /* [k]: state first + k */
+    hx_u32s slot;   /* hash table of set index + 1 */
+    hx_u32s mark;   /* [NFA state] turn */
+    hx_u32s stack;
+    hx_u32s to;    /* targets of the edge at hand */
+    hx_u32s edge;  /* byte edges of the subset at hand */
+    hx_u64s other; /* its other edges: is it a token, what, edge */
+    hx_u8s called; /* [rule] */
+    hx_u32s rules; /* called, to be built */
     uint32_t turn;
 } builder;
 
@@ -119,7 +122,9 @@ static uint32_t state_of(builder *b)
     if (!slots_grow(b) || !close_over(b))
         return 0;
     n = b->pool.n - at;
-    qsort(b->pool.p + at, n, sizeof(*b->pool.p), by_value);
+    hx_ir_work(b->ir, n);
+    if (n > 1)
+        qsort(b->pool.p + at, n, sizeof(*b->pool.p), by_value);
     for (i = at; i < at + n; i++)
         hash = (hash ^ b->pool.p[i]) * 16777619u;
     hash ^= hash >> 15;
@@ -155,9 +160,9 @@ static bool add_to(builder *b, uint32_t nfa_state)
 /* Byte edges [0, n) of b->edge: cuts 0..255 wherever one begins or ends. */
 static void byte_edges(builder *b, uint32_t n, uint32_t state)
 {
-    uint32_t head[256] = { 0 }, n_wide = 0;      /* single bytes: chains by edge index + 1 */
+    uint32_t head[256] = { 0 }, n_wide = 0; /* single bytes: chains by edge index + 1 */
     bool cut[257] = { false };
-    const uint32_t chain = b->edge.n;            /* next of edge i at chain + i */
+    const uint32_t chain = b->edge.n; /* next of edge i at chain + i */
 
     if (n == 0 || !HX_PUSH(b->ir, b->edge, 2 * n))
         return;
@@ -194,7 +199,8 @@ static void byte_edges(builder *b, uint32_t n, uint32_t state)
         if (last != NULL && last->to == to && last->hi + 1u == lo) {
             last->hi = (uint8_t)hi;
         } else if (HX_PUSH(b->ir, b->d->byte, 1)) {
-            b->d->byte.p[b->d->byte.n - 1] = (hx_byte_edge) { to, (uint8_t)lo, (uint8_t)hi };
+            b->d->byte.p[b->d->byte.n - 1] =
+                (hx_byte_edge) { to, (uint8_t)lo, (uint8_t)hi };
             s->n_byte++;
         }
     }
@@ -211,7 +217,8 @@ static void call_rule(builder *b, uint32_t rule)
 /* Calls and tokens, sorted by what they call or take: the same lead to one state. */
 static void other_edges(builder *b, uint32_t state)
 {
-    qsort(b->other.p, b->other.n, sizeof(*b->other.p), by_key);
+    if (b->other.n > 1)
+        qsort(b->other.p, b->other.n, sizeof(*b->other.p), by_key);
     for (uint32_t i = 0; i < b->other.n && b->ir->rc == 0;) {
         const uint64_t key = b->other.p[i] >> 32;
         const hx_nfa_edge first = b->nfa.edge.p[(uint32_t)b->other.p[i]];
@@ -282,8 +289,11 @@ static void build_rule(builder *b, uint32_t rule)
         if (!HX_PUSH(b->ir, d->state, 1))
             return;
         d->state.p[d->state.n - 1].rule = rule;
-        d->rule.p[rule] = (hx_dfa_rule) { .start = d->state.n - 1, .counted = true,
-                                          .child = r.child, .min = r.min, .max = r.max };
+        d->rule.p[rule] = (hx_dfa_rule) { .start = d->state.n - 1,
+                                          .counted = true,
+                                          .child = r.child,
+                                          .min = r.min,
+                                          .max = r.max };
         call_rule(b, r.child);
         return;
     }
@@ -354,53 +364,6 @@ static bool is_live(const hx_dfa *d, uint32_t state)
     return d->state.p[state].need != HX_NEVER;
 }
 
-/* The state that all bytes [lo, hi] lead to, or HX_IR_NO_END. */
-static uint32_t step_range(const hx_dfa *d, uint32_t state, uint8_t lo, uint8_t hi)
-{
-    const hx_dfa_state *s = &d->state.p[state];
-
-    for (uint32_t i = 0; i < s->n_byte; i++) {
-        const hx_byte_edge *e = &d->byte.p[s->byte + i];
-
-        if (e->lo <= lo && hi <= e->hi)
-            return e->to;
-    }
-    return HX_IR_NO_END;
-}
-
-/* Whether a state loops over plain text: UTF-8 without controls, DEL, quote, backslash and
- * the separators U+2028 and U+2029, which "." of a regex does not take. */
-static bool is_text(const hx_dfa *d, uint32_t state)
-{
-    static const struct { uint8_t n, lo[4], hi[4]; } plain[] = {
-        { 1, { 0x20 }, { 0x21 } },
-        { 1, { 0x23 }, { 0x5b } },
-        { 1, { 0x5d }, { 0x7e } },
-        { 2, { 0xc2, 0x80 }, { 0xdf, 0xbf } },
-        { 3, { 0xe0, 0xa0, 0x80 }, { 0xe0, 0xbf, 0xbf } },
-        { 3, { 0xe1, 0x80, 0x80 }, { 0xe1, 0xbf, 0xbf } },
-        { 3, { 0xe2, 0x80, 0x80 }, { 0xe2, 0x80, 0xa7 } },
-        { 3, { 0xe2, 0x80, 0xaa }, { 0xe2, 0x80, 0xbf } },
-        { 3, { 0xe2, 0x81, 0x80 }, { 0xe2, 0xbf, 0xbf } },
-        { 3, { 0xe3, 0x80, 0x80 }, { 0xec, 0xbf, 0xbf } },
-        { 3, { 0xed, 0x80, 0x80 }, { 0xed, 0x9f, 0xbf } },
-        { 3, { 0xee, 0x80, 0x80 }, { 0xef, 0xbf, 0xbf } },
-        { 4, { 0xf0, 0x90, 0x80, 0x80 }, { 0xf0, 0xbf, 0xbf, 0xbf } },
-        { 4, { 0xf1, 0x80, 0x80, 0x80 }, { 0xf3, 0xbf, 0xbf, 0xbf } },
-        { 4, { 0xf4, 0x80, 0x80, 0x80 }, { 0xf4, 0x8f, 0xbf, 0xbf } },
-    };
-
-    for (size_t i = 0; i < HX_LEN(plain); i++) {
-        uint32_t at = state;
-
-        for (int k = 0; k < plain[i].n && at != HX_IR_NO_END; k++)
-            at = step_range(d, at, plain[i].lo[k], plain[i].hi[k]);
-        if (at != state)
-            return false;
-    }
-    return true;
-}
-
 /* Drops the edges that lead nowhere and marks the tail calls. */
 static void prune(hx_dfa *d)
 {
@@ -435,7 +398,6 @@ static void prune(hx_dfa *d)
 
             c->tail = ret->final && ret->n_byte + ret->n_call + ret->n_token == 0;
         }
-        s->text = is_text(d, i);
         s->no_text = true;
         for (uint32_t k = 0; k < s->n_byte; k++) {
             const hx_byte_edge *e = &d->byte.p[s->byte + k];
@@ -446,14 +408,104 @@ static void prune(hx_dfa *d)
     }
 }
 
+/* Plain text: UTF-8 without controls, DEL, quote, backslash and the separators U+2028 and
+ * U+2029, which "." of a regex does not take. */
+static const struct {
+    uint8_t n, lo[4], hi[4];
+} plain[] = {
+    { 1, { 0x20 }, { 0x21 } },
+    { 1, { 0x23 }, { 0x5b } },
+    { 1, { 0x5d }, { 0x7e } },
+    { 2, { 0xc2, 0x80 }, { 0xdf, 0xbf } },
+    { 3, { 0xe0, 0xa0, 0x80 }, { 0xe0, 0xbf, 0xbf } },
+    { 3, { 0xe1, 0x80, 0x80 }, { 0xe1, 0xbf, 0xbf } },
+    { 3, { 0xe2, 0x80, 0x80 }, { 0xe2, 0x80, 0xa7 } },
+    { 3, { 0xe2, 0x80, 0xaa }, { 0xe2, 0x80, 0xbf } },
+    { 3, { 0xe2, 0x81, 0x80 }, { 0xe2, 0xbf, 0xbf } },
+    { 3, { 0xe3, 0x80, 0x80 }, { 0xec, 0xbf, 0xbf } },
+    { 3, { 0xed, 0x80, 0x80 }, { 0xed, 0x9f, 0xbf } },
+    { 3, { 0xee, 0x80, 0x80 }, { 0xef, 0xbf, 0xbf } },
+    { 4, { 0xf0, 0x90, 0x80, 0x80 }, { 0xf0, 0xbf, 0xbf, 0xbf } },
+    { 4, { 0xf1, 0x80, 0x80, 0x80 }, { 0xf3, 0xbf, 0xbf, 0xbf } },
+    { 4, { 0xf4, 0x80, 0x80, 0x80 }, { 0xf4, 0x8f, 0xbf, 0xbf } },
+};
+
 typedef struct {
     hx_dfa *d;
-    hx_ir  *ir;
-    HX_VEC(uint32_t) mark;           /* [state] rule + 1 of the last walk that saw it */
-    HX_VEC(uint32_t) stack;
-    HX_VEC(uint32_t) color;          /* [rule] 0 new, 1 open, 2 done */
-    HX_VEC(uint32_t) path;           /* of rules and where their lists in left end */
-    HX_VEC(uint32_t) left;           /* rules that open ones can begin with */
+    hx_ir *ir;
+    hx_u32s next;  /* states behind one character of plain text */
+    hx_u32s first; /* [state] begin of its list in next; the end is the
+                    * begin of the next one's */
+} texter;
+
+/* Collects the states behind bytes k and on of the characters plain[i]; false: not all of
+ * these characters can be taken. */
+static bool take_plain(texter *t, uint32_t state, size_t i, int k)
+{
+    const hx_dfa_state *s = &t->d->state.p[state];
+    uint32_t due = plain[i].lo[k];
+
+    for (uint32_t e = 0; e < s->n_byte && due <= plain[i].hi[k]; e++) {
+        const hx_byte_edge edge = t->d->byte.p[s->byte + e];
+
+        if (edge.hi < due)
+            continue;
+        if (edge.lo > due || !hx_ir_work(t->ir, 1))
+            return false;
+        due = edge.hi + 1u;
+        if (k + 1 < plain[i].n) {
+            if (!take_plain(t, edge.to, i, k + 1))
+                return false;
+        } else if (t->next.n == t->first.p[state] ||
+                   t->next.p[t->next.n - 1] != edge.to) {
+            if (!HX_PUSH(t->ir, t->next, 1))
+                return false;
+            t->next.p[t->next.n - 1] = edge.to;
+        }
+    }
+    return due > plain[i].hi[k];
+}
+
+/* Fills in room: greatest fixed point, from no limit downwards. */
+static void find_rooms(hx_dfa *d, hx_ir *ir)
+{
+    texter t = { .d = d, .ir = ir };
+    bool again = true;
+
+    if (HX_PUSH(ir, t.first, d->state.n + 1))
+        for (uint32_t s = 0; s < d->state.n; s++) {
+            bool all = d->state.p[s].n_byte > 0;
+
+            t.first.p[s] = t.next.n;
+            for (size_t i = 0; i < HX_LEN(plain) && all; i++)
+                all = take_plain(&t, s, i, 0);
+            d->state.p[s].room = all ? HX_ROOM_MAX : 0;
+            t.next.n = all ? t.next.n : t.first.p[s];
+            t.first.p[s + 1] = t.next.n;
+        }
+    while (again && hx_ir_work(ir, t.next.n / 4)) {
+        again = false;
+        for (uint32_t s = d->state.n; s > 0; s--) {
+            uint32_t room = d->state.p[s - 1].room;
+
+            for (uint32_t i = t.first.p[s - 1]; i < t.first.p[s]; i++)
+                room = HX_MIN(room, d->state.p[t.next.p[i]].room + 1u);
+            again |= room < d->state.p[s - 1].room;
+            d->state.p[s - 1].room = (uint8_t)room;
+        }
+    }
+    HX_DROP(ir, t.next);
+    HX_DROP(ir, t.first);
+}
+
+typedef struct {
+    hx_dfa *d;
+    hx_ir *ir;
+    hx_u32s mark; /* [state] rule + 1 of the last walk that saw it */
+    hx_u32s stack;
+    hx_u32s color; /* [rule] 0 new, 1 open, 2 done */
+    hx_u32s path;  /* of rules and where their lists in left end */
+    hx_u32s left;  /* rules that open ones can begin with */
 } walker;
 
 /* The states that a rule is in before its first byte. Collects the rules called there in
@@ -526,8 +578,9 @@ static void left_recursion(walker *w, uint32_t rule)
                    "grammar: \"%.*s\" can begin with itself; put something before it",
                    (int)HX_MIN(name.n, 100), name.p);
     else
-        hx_ir_fail(w->ir, HX_EFORMAT, "grammar: a rule can begin with itself (a $ref that "
-                                      "leads back, or left recursion)");
+        hx_ir_fail(w->ir, HX_EFORMAT,
+                   "grammar: a rule can begin with itself (a $ref that "
+                   "leads back, or left recursion)");
 }
 
 /* Opens a rule: its callees at the start go to the end of left. */
@@ -571,6 +624,7 @@ static void analyse(hx_dfa *d, hx_ir *ir, const uint32_t *rules, uint32_t n)
 
     find_needs(d, ir);
     prune(d);
+    find_rooms(d, ir);
     if (ir->rc != 0)
         return;
     need = need_of_call(d, d->root);
@@ -585,11 +639,11 @@ static void analyse(hx_dfa *d, hx_ir *ir, const uint32_t *rules, uint32_t n)
             if (w.color.p[rules[i]] == 0 && is_live(d, d->rule.p[rules[i]].start))
                 find_left_recursion(&w, rules[i]);
     }
-    hx_free(w.mark.p);
-    hx_free(w.stack.p);
-    hx_free(w.color.p);
-    hx_free(w.path.p);
-    hx_free(w.left.p);
+    HX_DROP(ir, w.mark);
+    HX_DROP(ir, w.stack);
+    HX_DROP(ir, w.color);
+    HX_DROP(ir, w.path);
+    HX_DROP(ir, w.left);
 }
 
 int hx_dfa_build(hx_dfa *d, hx_ir *ir, uint32_t root)
@@ -608,16 +662,16 @@ int hx_dfa_build(hx_dfa *d, hx_ir *ir, uint32_t root)
             d->text_state = d->rule.p[ir->text_rule].start;
     }
     hx_nfa_free(&b.nfa);
-    hx_free(b.pool.p);
-    hx_free(b.set.p);
-    hx_free(b.slot.p);
-    hx_free(b.mark.p);
-    hx_free(b.stack.p);
-    hx_free(b.to.p);
-    hx_free(b.edge.p);
-    hx_free(b.other.p);
-    hx_free(b.called.p);
-    hx_free(b.rules.p);
+    HX_DROP(ir, b.pool);
+    HX_DROP(ir, b.set);
+    HX_DROP(ir, b.slot);
+    HX_DROP(ir, b.mark);
+    HX_DROP(ir, b.stack);
+    HX_DROP(ir, b.to);
+    HX_DROP(ir, b.edge);
+    HX_DROP(ir, b.other);
+    HX_DROP(ir, b.called);
+    HX_DROP(ir, b.rules);
     return ir->rc;
 }
 

@@ -1,22 +1,25 @@
 /* grammar_ebnf.c - GBNF, the rule notation of llama.cpp, as IR.
  *
- * Called by grammar.c. Read are rules "name ::= alternatives" with literals, classes, ".",
- * groups, "*", "+", "?", "{m,n}", comments, and tokens by id as <[123]>. A rule ends with
- * its line unless inside parentheses or behind "|". Left recursion is refused later, by
- * the analysis of the automaton. */
+ * Called by grammar.c. Read are rules "name ::= alternatives" with literals, classes,
+ * ".", groups, "*", "+", "?", "{m,n}", comments, and tokens by id as <[123]>. A rule ends
+ * with its line unless inside parentheses or behind "|". Left recursion is refused later,
+ * by the analysis of the automaton. */
 #include "text/grammar_ir.h"
 
-typedef HX_VEC(hx_ref) refs;
-typedef struct { uint32_t rule, next; bool defined; } name;
+typedef struct {
+    uint32_t rule, next;
+    bool defined;
+} name;
+typedef HX_VEC(name) names;
 
 typedef struct {
     hx_ir *ir;
     const char *p;
     size_t n, i;
     uint32_t depth;
-    HX_VEC(name)     name;           /* [0] is not used */
-    HX_VEC(uint32_t) slot;           /* hash table of names: chains */
-    HX_VEC(hx_range) set;            /* of the class being read */
+    names name;    /* [0] is not used */
+    hx_u32s slot;  /* hash table of names: chains */
+    hx_ranges set; /* of the class being read */
 } parser;
 
 enum { SLOTS = 1024 };
@@ -105,23 +108,28 @@ static name *name_of(parser *s, hx_str w)
 
 /* ---- characters ------------------------------------------------------ */
 
+/* n hexadecimal digits. */
 static uint32_t read_hex(parser *s, int n)
 {
     uint32_t v = 0;
 
-    for (int i = 0; i < n; i++, s->i++) {
+    for (int i = 0; i < n; i++) {
         const int c = peek(s), letter = c | 0x20;
 
         if (c >= '0' && c <= '9')
             v = v * 16 + (uint32_t)(c - '0');
-        else if (letter >= 'a' && letter <= 'f')
+        else if (c >= 0 && letter >= 'a' && letter <= 'f')
             v = v * 16 + (uint32_t)(letter - 'a' + 10);
         else
-            fail(s, "bad hexadecimal escape");
+            v = UINT32_MAX;
+        if (v > 0x10ffff)
+            break;
+        s->i++;
     }
-    if (v > 0x10ffff || (v >= 0xd800 && v < 0xe000))
-        fail(s, "an escape that is no character");
-    return v;
+    if (v <= 0x10ffff && (v < 0xd800 || v >= 0xe000))
+        return v;
+    fail(s, "an escape that is no character");
+    return 0;
 }
 
 static uint32_t read_char(parser *s)
@@ -141,7 +149,7 @@ static uint32_t read_char(parser *s)
     const int c = peek(s);
     const char *at = c > 0 ? strchr(letter, c) : NULL;
 
-    s->i++;
+    s->i += c >= 0;
     if (at != NULL)
         return (uint8_t)value[at - letter];
     if (c == 'x' || c == 'u' || c == 'U')
@@ -296,7 +304,7 @@ static bool read_element(parser *s, hx_ref *e)
 
 static hx_ref read_sequence(parser *s, bool nested)
 {
-    refs list = { 0 };
+    hx_refs list = { 0 };
     hx_ref e = HX_NONE;
 
     while (s->ir->rc == 0 && read_element(s, &e)) {
@@ -309,13 +317,13 @@ static hx_ref read_sequence(parser *s, bool nested)
             list.p[list.n - 1] = e;
     }
     e = hx_ir_seq(s->ir, list.p, list.n);
-    hx_free(list.p);
+    HX_DROP(s->ir, list);
     return e;
 }
 
 static hx_ref read_alternatives(parser *s, bool nested)
 {
-    refs list = { 0 };
+    hx_refs list = { 0 };
     hx_ref e;
 
     if (++s->depth > s->ir->opt.nesting)
@@ -328,7 +336,7 @@ static hx_ref read_alternatives(parser *s, bool nested)
     } while (s->ir->rc == 0 && eat(s, "|"));
     s->depth--;
     e = hx_ir_alt(s->ir, list.p, list.n);
-    hx_free(list.p);
+    HX_DROP(s->ir, list);
     return e;
 }
 
@@ -381,8 +389,8 @@ hx_ref hx_ebnf_parse(hx_ir *ir, hx_str source)
                            (int)HX_MIN(n.n, 100), n.p);
         }
     }
-    hx_free(s.name.p);
-    hx_free(s.slot.p);
-    hx_free(s.set.p);
+    HX_DROP(ir, s.name);
+    HX_DROP(ir, s.slot);
+    HX_DROP(ir, s.set);
     return ir->rc == 0 ? root : HX_NONE;
 }

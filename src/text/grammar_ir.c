@@ -1,8 +1,8 @@
 /* grammar_ir.c - the builder of grammar expressions: nodes, rules, limits.
  *
- * Called by the front ends. Errors stick: after one every call returns HX_NONE at once, so
- * a front end looks at ir->rc where it loops and at the end. It must never grow beyond the
- * limits of the request it serves. */
+ * Called by the front ends. Errors stick: after one every call returns HX_NONE at once,
+ * so a front end looks at ir->rc where it loops and at the end. It must never grow beyond
+ * the limits of the request it serves. */
 #include "text/grammar_ir.h"
 
 #include <stdio.h>
@@ -12,7 +12,11 @@
  * while matching. */
 enum { EXPAND_MAX = 64 };
 
-static const struct { const char *name, *text; uint32_t dflt; size_t at; } limits[] = {
+static const struct {
+    const char *name, *text;
+    uint32_t dflt;
+    size_t at;
+} limits[] = {
 #define X(name, dflt, text) { #name, text, dflt, offsetof(hx_grammar_opt, name) },
     HX_GRAMMAR_LIMITS(X)
 #undef X
@@ -79,7 +83,8 @@ bool hx_ir_work(hx_ir *ir, uint64_t n)
     return ir->rc == 0;
 }
 
-void *hx_ir_grow(hx_ir *ir, void *p, uint32_t *n, uint32_t *cap, size_t size, uint32_t count)
+void *hx_ir_grow(hx_ir *ir, void *p, uint32_t *n, uint32_t *cap, size_t size,
+                 uint32_t count)
 {
     if (ir->rc != 0)
         return p;
@@ -99,7 +104,8 @@ void *hx_ir_grow(hx_ir *ir, void *p, uint32_t *n, uint32_t *cap, size_t size, ui
         p = grown;
         *cap = (uint32_t)want;
     }
-    memset((char *)p + *n * size, 0, count * size);
+    if (count > 0)
+        memset((char *)p + *n * size, 0, count * size);
     *n += count;
     return p;
 }
@@ -135,8 +141,9 @@ hx_ref hx_ir_lit(hx_ir *ir, const char *p, size_t n)
     if (n > UINT32_MAX / 2 || !HX_PUSH(ir, ir->text, (uint32_t)n))
         return HX_NONE;
     memcpy(ir->text.p + at, p, n);
-    return node(ir, (hx_ir_node) { .kind = HX_IR_LIT, .a = at, .b = (uint32_t)n,
-                                   .size = (uint32_t)n });
+    return node(ir,
+                (hx_ir_node) {
+                    .kind = HX_IR_LIT, .a = at, .b = (uint32_t)n, .size = (uint32_t)n });
 }
 
 hx_ref hx_ir_str(hx_ir *ir, const char *s)
@@ -155,7 +162,8 @@ size_t hx_range_norm(hx_range *r, size_t n)
 {
     size_t out = 0;
 
-    qsort(r, n, sizeof(*r), by_lo);
+    if (n > 1)
+        qsort(r, n, sizeof(*r), by_lo);
     for (size_t i = 0; i < n; i++) {
         if (r[i].hi < r[i].lo)
             continue;
@@ -193,7 +201,8 @@ hx_ref hx_ir_set(hx_ir *ir, hx_range *r, size_t n, bool json)
         return HX_NONE;
     for (size_t i = 0; i < n; i++) {
         const hx_range part[2] = { { r[i].lo, HX_MIN(r[i].hi, 0xd7ff) },
-                                   { HX_MAX(r[i].lo, 0xe000), HX_MIN(r[i].hi, 0x10ffff) } };
+                                   { HX_MAX(r[i].lo, 0xe000),
+                                     HX_MIN(r[i].hi, 0x10ffff) } };
 
         for (int k = 0; k < 2; k++)
             if (part[k].lo <= part[k].hi)
@@ -202,8 +211,12 @@ hx_ref hx_ir_set(hx_ir *ir, hx_range *r, size_t n, bool json)
     ir->range.n = at + used;
     if (used == 0)
         return HX_NONE;
-    return node(ir, (hx_ir_node) { .kind = HX_IR_SET, .json = json, .a = at, .b = used,
-                                   .size = ir->range.p[ir->range.n - 1].hi < 0x80 ? 1 : 8 });
+    return node(ir,
+                (hx_ir_node) { .kind = HX_IR_SET,
+                               .json = json,
+                               .a = at,
+                               .b = used,
+                               .size = ir->range.p[ir->range.n - 1].hi < 0x80 ? 1 : 8 });
 }
 
 hx_ref hx_ir_char(hx_ir *ir, uint32_t cp, bool json)
@@ -212,7 +225,8 @@ hx_ref hx_ir_char(hx_ir *ir, uint32_t cp, bool json)
 }
 
 /* A list of children; flattens nothing, leaves out those that change nothing. */
-static hx_ref list(hx_ir *ir, hx_ir_kind kind, const hx_ref *child, size_t n, hx_ref neutral)
+static hx_ref list(hx_ir *ir, hx_ir_kind kind, const hx_ref *child, size_t n,
+                   hx_ref neutral)
 {
     const uint32_t at = ir->list.n;
     uint32_t used = 0, size = kind == HX_IR_ALT;
@@ -232,7 +246,8 @@ static hx_ref list(hx_ir *ir, hx_ir_kind kind, const hx_ref *child, size_t n, hx
         return neutral;
     if (used == 1)
         return ir->list.p[at];
-    return node(ir, (hx_ir_node) { .kind = (uint8_t)kind, .a = at, .b = used, .size = size });
+    return node(ir,
+                (hx_ir_node) { .kind = (uint8_t)kind, .a = at, .b = used, .size = size });
 }
 
 hx_ref hx_ir_seq(hx_ir *ir, const hx_ref *child, size_t n)
@@ -314,6 +329,8 @@ hx_ref hx_ir_rep(hx_ir *ir, hx_ref child, uint32_t min, uint32_t max, hx_rep_how
         hx_ir_over(ir, "states");
         return HX_NONE;
     }
-    return node(ir, (hx_ir_node) { .kind = HX_IR_REP, .a = child, .b = min, .c = max,
-                                   .size = (uint32_t)size });
+    return node(
+        ir,
+        (hx_ir_node) {
+            .kind = HX_IR_REP, .a = child, .b = min, .c = max, .size = (uint32_t)size });
 }

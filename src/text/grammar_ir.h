@@ -7,16 +7,19 @@
  * grammar_schema.c  JSON schema -> IR
  * grammar_value.c   ... its strings, numbers and enumerated values
  * grammar_ir.c      the IR's builder: expressions over code points and bytes, rules
- * grammar_nfa.c     IR -> NFA; questions about regular languages
+ * grammar_nfa.c     IR -> NFA
+ * grammar_lang.c    questions about regular languages, and restrictions of them
  * grammar_dfa.c     NFA -> one automaton per rule, and its analysis
  * grammar_match.c   the matcher: states of the pushdown automaton, met and remembered
  * grammar_mask.c    vocabulary tries and token masks
  *
  * The way of a source: a front end builds expressions; each rule that is called becomes a
- * deterministic automaton over bytes whose edges may also call rules (recursive transition
- * networks, Woods 1970). A matcher follows all ways at once: a set of items, each a state
- * and a stack, the stacks shared like those of Tomita's parser (1985). These sets are
- * remembered with their transitions, so that in the long run a byte costs one look-up. */
+ * deterministic automaton over bytes whose edges may also call rules (recursive
+ * transition networks, Woods 1970). A matcher follows all ways at once: a set of items,
+ * each a state and a stack, the stacks shared like those of Tomita's parser (1985). These
+ * sets are remembered with their transitions, so that in the long run a byte costs one
+ * look-up. */
+/* clang-format off */      /* fields and their comments are aligned by hand */
 #ifndef HX_GRAMMAR_IR_H
 #define HX_GRAMMAR_IR_H
 
@@ -33,8 +36,16 @@
     ((v).p = hx_ir_grow(ir, (v).p, &(v).n, &(v).cap, sizeof(*(v).p), count),             \
      (ir)->rc == 0)
 
+typedef HX_VEC(uint8_t) hx_u8s;
+typedef HX_VEC(uint32_t) hx_u32s;
+typedef HX_VEC(uint64_t) hx_u64s;
+
+/* Frees a growable array. */
+#define HX_DROP(ir, v) ((ir)->bytes -= (v).cap * sizeof(*(v).p), hx_free((v).p))
+
 /* An expression, by its index. */
 typedef uint32_t hx_ref;
+typedef HX_VEC(hx_ref) hx_refs;
 #define HX_NONE  ((hx_ref)0)         /* matches nothing */
 #define HX_EMPTY ((hx_ref)1)         /* matches the empty text */
 
@@ -51,6 +62,7 @@ typedef enum {
 } hx_ir_kind;
 
 typedef struct { uint32_t lo, hi; } hx_range;
+typedef HX_VEC(hx_range) hx_ranges;
 
 typedef struct {
     uint8_t  kind;
@@ -74,9 +86,9 @@ typedef struct {
     uint64_t steps;
     size_t   bytes;                  /* of all arrays */
     HX_VEC(hx_ir_node) node;
-    HX_VEC(hx_ref)     list;
-    HX_VEC(hx_range)   range;
-    HX_VEC(char)       text;
+    hx_refs   list;
+    hx_ranges range;
+    HX_VEC(char) text;
     HX_VEC(hx_ir_rule) rule;
     /* Rules of JSON, 0: not made yet. A character of a string; any string, any but ""; any
      * value. */
@@ -126,7 +138,8 @@ size_t hx_range_invert(const hx_range *r, size_t n, hx_range *out);
  * anywhere in the text unless anchored, as "pattern" of JSON schema does. */
 hx_ref hx_regex_parse(hx_ir *ir, hx_str source, bool json, bool search);
 hx_ref hx_ebnf_parse(hx_ir *ir, hx_str source);
-hx_ref hx_schema_parse(hx_ir *ir, hx_str source);
+/* at: where in the source the schema is, as in a $ref; {NULL, 0}: it is all of it. */
+hx_ref hx_schema_parse(hx_ir *ir, hx_str source, hx_str at);
 
 /* Expressions of JSON, shared by the front ends. */
 hx_ref hx_json_any(hx_ir *ir);                            /* any value */
@@ -165,11 +178,11 @@ typedef struct {
     hx_ir *ir;
     bool   chars;                    /* edges are sets of code points, not bytes */
     uint32_t start, final;
-    HX_VEC(uint32_t)    state;       /* its first edge, 0: none */
+    hx_u32s state;                   /* its first edge, 0: none */
     HX_VEC(hx_nfa_edge) edge;        /* [0] is not used */
     HX_VEC(hx_nfa_memo) memo;        /* hash table; state 0: free */
     uint32_t n_memo;
-    HX_VEC(uint32_t)    todo;        /* rules gone to: rule, continuation, state */
+    hx_u32s todo;                    /* rules gone to: rule, continuation, state */
 } hx_nfa;
 
 void hx_nfa_init(hx_nfa *nfa, hx_ir *ir, bool chars);
@@ -187,6 +200,7 @@ hx_ref hx_lang_without(hx_ir *ir, hx_ref e, const hx_str *words, size_t n);
 /* ---- automaton ------------------------------------------------------- */
 
 #define HX_NEVER UINT16_MAX          /* no end is reached from here */
+enum { HX_ROOM_MAX = 24 };
 
 typedef struct { uint32_t to; uint8_t lo, hi; } hx_byte_edge;
 typedef struct { uint32_t rule, ret; bool tail; } hx_call_edge;    /* tail: ret only ends */
@@ -197,8 +211,9 @@ typedef struct {
     uint32_t rule;                   /* counted: the rule, else HX_IR_NO_END */
     uint16_t need;                   /* frames that the shortest way to the end takes */
     bool     final;
-    bool     text;                   /* every character of plain text (see is_text() in
-                                      * grammar_dfa.c) leads back here */
+    uint8_t  room;                   /* so many characters of plain text (grammar_dfa.c)
+                                      * can be taken, whatever they are; HX_ROOM_MAX: or
+                                      * more */
     bool     no_text;                /* none can be taken */
 } hx_dfa_state;
 
@@ -236,10 +251,9 @@ struct hx_vocab {
     int32_t *end;
     int32_t  n_token, n_vocab, n_end;
     uint32_t n_word;                 /* of a mask */
-    hx_trie  all, rest;              /* rest: without plain text */
-    uint32_t n_plain;                /* longest plain token, in characters */
-    uint32_t *plain;                 /* [n_plain + 1][n_word] plain tokens of at most that
-                                      * many characters */
+    hx_trie  all, rest;              /* rest: without those in plain */
+    uint32_t *plain;                 /* [HX_ROOM_MAX + 1][n_word] tokens of plain text of at
+                                      * most that many characters */
 };
 enum { HX_TOKEN_NONE, HX_TOKEN_TEXT, HX_TOKEN_SPECIAL, HX_TOKEN_END };
 

@@ -2,8 +2,8 @@
  * them: expressions made of sets alone, as hx_regex_parse() makes them.
  *
  * Called by the schema front end. A restriction runs the expression's NFA beside a small
- * counter or trie and writes the pairs down as rules that go to each other. It must refuse
- * what grows beyond the limit of states rather than answer approximately. */
+ * counter or trie and writes the pairs down as rules that go to each other. It must
+ * refuse what grows beyond the limit of states rather than answer approximately. */
 #include "text/grammar_ir.h"
 
 static bool in_set(const hx_ir *ir, hx_ref set, uint32_t cp)
@@ -36,7 +36,9 @@ static bool sets_meet(const hx_ir *ir, hx_ref a, hx_ref b)
 
 /* ---- does it match --------------------------------------------------- */
 
-typedef struct { uint32_t *state, *mark, n, turn; } state_set;
+typedef struct {
+    uint32_t *state, *mark, n, turn;
+} state_set;
 
 /* Adds s and what it reaches without a character. */
 static void reach(const hx_nfa *nfa, state_set *set, uint32_t s)
@@ -48,7 +50,8 @@ static void reach(const hx_nfa *nfa, state_set *set, uint32_t s)
     set->mark[s] = set->turn;
     set->state[set->n++] = s;
     for (; done < set->n; done++)
-        for (uint32_t e = nfa->state.p[set->state[done]]; e != 0; e = nfa->edge.p[e].next) {
+        for (uint32_t e = nfa->state.p[set->state[done]]; e != 0;
+             e = nfa->edge.p[e].next) {
             const hx_nfa_edge *edge = &nfa->edge.p[e];
 
             if (edge->kind == HX_E_EPS && set->mark[edge->to] != set->turn) {
@@ -60,7 +63,7 @@ static void reach(const hx_nfa *nfa, state_set *set, uint32_t s)
 
 bool hx_lang_matches(hx_ir *ir, hx_ref e, hx_str text)
 {
-    HX_VEC(uint32_t) mem = { 0 };
+    hx_u32s mem = { 0 };
     hx_nfa nfa;
     bool yes = false;
 
@@ -88,19 +91,22 @@ bool hx_lang_matches(hx_ir *ir, hx_ref e, hx_str text)
         for (uint32_t k = 0; k < now.n; k++)
             yes |= now.state[k] == nfa.final;
     }
-    hx_free(mem.p);
+    HX_DROP(ir, mem);
     hx_nfa_free(&nfa);
     return yes;
 }
 
 /* ---- do two meet ----------------------------------------------------- */
 
-typedef struct { uint32_t a, b; } pair;
+typedef struct {
+    uint32_t a, b;
+} pair;
+typedef HX_VEC(pair) pairs;
 typedef struct {
     hx_ir *ir;
     hx_nfa a, b;
-    HX_VEC(uint8_t) met;             /* [a.state.n][b.state.n] */
-    HX_VEC(pair)    todo;
+    hx_u8s met; /* [a.state.n][b.state.n] */
+    pairs todo;
 } meeting;
 
 static void meet(meeting *m, uint32_t a, uint32_t b)
@@ -153,8 +159,8 @@ bool hx_lang_disjoint(hx_ir *ir, hx_ref e, hx_ref f)
             meet_next(&m, at);
         }
     }
-    hx_free(m.met.p);
-    hx_free(m.todo.p);
+    HX_DROP(ir, m.met);
+    HX_DROP(ir, m.todo);
     hx_nfa_free(&m.a);
     hx_nfa_free(&m.b);
     return apart;
@@ -164,20 +170,24 @@ bool hx_lang_disjoint(hx_ir *ir, hx_ref e, hx_ref f)
 
 /* An automaton of words: node 0 is the root; off, one past the last, is where a text that
  * is no beginning of a word goes. */
-typedef struct { uint32_t cp, child, sibling; bool word; } letter;
+typedef struct {
+    uint32_t cp, child, sibling;
+    bool word;
+} letter;
+typedef HX_VEC(letter) letters;
 
 /* Pairs (state of the NFA, state of a filter of n_filter states) as rules. */
 typedef struct {
-    hx_ir  *ir;
-    hx_nfa  nfa;
+    hx_ir *ir;
+    hx_nfa nfa;
     uint32_t n_filter;
-    HX_VEC(uint32_t) rule;           /* [state][filter], 0: not made */
-    HX_VEC(pair)     todo;
-    HX_VEC(hx_ref)   way;            /* of the pair at hand */
-    uint32_t min, max;               /* filter: characters so far, at most the larger
-                                      * finite bound */
-    HX_VEC(letter)   trie;           /* filter, when there are words */
-    HX_VEC(hx_range) range;          /* scratch */
+    hx_u32s rule; /* [state][filter], 0: not made */
+    pairs todo;
+    hx_refs way;       /* of the pair at hand */
+    uint32_t min, max; /* filter: characters so far, at most the larger
+                        * finite bound */
+    letters trie;      /* filter, when there are words */
+    hx_ranges range;   /* scratch */
 } product;
 
 static hx_ref go_pair(product *p, uint32_t state, uint32_t filter)
@@ -202,7 +212,8 @@ static void add_way(product *p, hx_ref way)
 static void step_length(product *p, const hx_nfa_edge *e, uint32_t n)
 {
     if (n < p->max)
-        add_way(p, HX_SEQ(p->ir, e->a, go_pair(p, e->to, HX_MIN(n + 1, p->n_filter - 1))));
+        add_way(p,
+                HX_SEQ(p->ir, e->a, go_pair(p, e->to, HX_MIN(n + 1, p->n_filter - 1))));
 }
 
 /* Letters that go on in the trie, then all others of the set. */
@@ -281,11 +292,11 @@ static hx_ref product_run(product *p, hx_ref e)
     }
 done:
     hx_nfa_free(&p->nfa);
-    hx_free(p->rule.p);
-    hx_free(p->todo.p);
-    hx_free(p->way.p);
-    hx_free(p->trie.p);
-    hx_free(p->range.p);
+    HX_DROP(ir, p->rule);
+    HX_DROP(ir, p->todo);
+    HX_DROP(ir, p->way);
+    HX_DROP(ir, p->trie);
+    HX_DROP(ir, p->range);
     return ir->rc == 0 ? start : HX_NONE;
 }
 

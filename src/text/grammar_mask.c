@@ -1,19 +1,20 @@
 /* grammar_mask.c - the vocabulary as tries, and which of its tokens a matcher may take.
  *
- * Called once per model (vocabulary) and once per generated token (masks). A mask is found
- * by walking the trie of all tokens and the automaton together, leaving a subtree where
- * the automaton dies; states that were met before have theirs ready. Inside JSON strings,
- * where nearly everything is allowed, the tokens of plain text come from ready masks and
- * only the rest is walked. Must agree with hx_grammar_accept() for each id. */
+ * Called once per model (vocabulary) and once per generated token (masks). A mask is
+ * found by walking the trie of all tokens and the automaton together, leaving a subtree
+ * where the automaton dies; states that were met before have theirs ready. Inside JSON
+ * strings, where nearly everything is allowed, the tokens of plain text come from ready
+ * masks and only the rest is walked. Must agree with hx_grammar_accept() for each id. */
 #include "text/grammar_ir.h"
 
 #include <stdlib.h>
 
-enum { PLAIN_MAX = 128 };            /* characters of a token that is kept as plain text */
-
 /* ---- vocabulary ------------------------------------------------------ */
 
-typedef struct { hx_str s; int32_t id; } word;
+typedef struct {
+    hx_str s;
+    int32_t id;
+} word;
 
 static int by_bytes(const void *a, const void *b)
 {
@@ -44,7 +45,8 @@ static int trie_open(hx_trie *t, const word *w, size_t n, int32_t *twin, hx_err 
     for (size_t i = 0; i < n; last = w[i++].s)
         n_node += w[i].s.n - shared(last, w[i].s);
     if (n_node > UINT32_MAX || (t->p = hx_new(hx_trie_node, n_node)) == NULL)
-        return hx_fail(err, HX_ENOMEM, "vocabulary: no memory for %zu trie nodes", n_node);
+        return hx_fail(err, HX_ENOMEM, "vocabulary: no memory for %zu trie nodes",
+                       n_node);
     last = (hx_str) { "", 0 };
     t->n = 0;
     for (size_t i = 0; i < n; last = w[i++].s) {
@@ -61,8 +63,8 @@ static int trie_open(hx_trie *t, const word *w, size_t n, int32_t *twin, hx_err 
             const uint8_t byte = (uint8_t)w[i].s.p[depth++];
 
             path[depth] = t->n;
-            t->p[t->n++] = (hx_trie_node) { .token = -1, .depth = (uint16_t)depth,
-                                            .byte = byte };
+            t->p[t->n++] =
+                (hx_trie_node) { .token = -1, .depth = (uint16_t)depth, .byte = byte };
         }
         t->p[path[depth]].token = w[i].id;
     }
@@ -71,7 +73,7 @@ static int trie_open(hx_trie *t, const word *w, size_t n, int32_t *twin, hx_err 
     return 0;
 }
 
-/* Characters of plain text (is_text() in grammar_dfa.c); 0: it is not. */
+/* Characters of plain text (grammar_dfa.c); 0: it is not, or it is long. */
 static uint32_t plain_chars(hx_str s)
 {
     uint32_t n = 0, cp;
@@ -84,7 +86,7 @@ static uint32_t plain_chars(hx_str s)
             return 0;
         i += (size_t)len;
     }
-    return n <= PLAIN_MAX ? n : 0;
+    return n <= HX_ROOM_MAX ? n : 0;
 }
 
 static void set_bit(uint32_t *mask, int32_t id)
@@ -95,14 +97,15 @@ static void set_bit(uint32_t *mask, int32_t id)
 static int plain_masks(hx_vocab *v, const word *w, const uint32_t *chars, size_t n,
                        hx_err *err)
 {
-    for (size_t i = 0; i < n; i++)
-        v->n_plain = HX_MAX(v->n_plain, chars[i]);
-    if ((v->plain = hx_new(uint32_t, (v->n_plain + 1) * (size_t)v->n_word)) == NULL)
-        return hx_fail(err, HX_ENOMEM, "vocabulary: no memory for %u masks", v->n_plain + 1);
+    const size_t all = (HX_ROOM_MAX + 1) * (size_t)v->n_word;
+
+    if ((v->plain = hx_new(uint32_t, all)) == NULL)
+        return hx_fail(err, HX_ENOMEM, "vocabulary: no memory for %zu bytes of masks",
+                       4 * all);
     for (size_t i = 0; i < n; i++)
         if (chars[i] > 0)
             set_bit(v->plain + chars[i] * (size_t)v->n_word, w[i].id);
-    for (size_t i = v->n_word; i < (v->n_plain + 1) * (size_t)v->n_word; i++)
+    for (size_t i = v->n_word; i < all; i++)
         v->plain[i] |= v->plain[i - v->n_word];
     return 0;
 }
@@ -143,7 +146,8 @@ int hx_vocab_open(hx_vocab **out, const hx_vocab_opt *opt, hx_err *err)
         return hx_fail(err, HX_EARG, "vocabulary: %d tokens of %d ids, %d end ids", n,
                        opt->n_vocab, opt->n_end);
     if ((v = hx_new(hx_vocab, 1)) == NULL || (v->bytes = hx_new(hx_str, n)) == NULL ||
-        (v->kind = hx_new(uint8_t, n)) == NULL || (v->twin = hx_new(int32_t, n)) == NULL ||
+        (v->kind = hx_new(uint8_t, n)) == NULL ||
+        (v->twin = hx_new(int32_t, n)) == NULL ||
         (v->end = hx_new(int32_t, opt->n_end + 1)) == NULL ||
         (w = hx_new(word, n)) == NULL || (chars = hx_new(uint32_t, n)) == NULL) {
         hx_fail(err, HX_ENOMEM, "vocabulary: no memory for %d tokens", n);
@@ -155,13 +159,15 @@ int hx_vocab_open(hx_vocab **out, const hx_vocab_opt *opt, hx_err *err)
     memcpy(v->bytes, opt->bytes, (size_t)n * sizeof(*v->bytes));
     for (int32_t id = 0; id < n; id++) {
         v->kind[id] = v->bytes[id].n > 0 && v->bytes[id].n <= HX_TOKEN_BYTES_MAX
-                          ? HX_TOKEN_TEXT : HX_TOKEN_NONE;
+                          ? HX_TOKEN_TEXT
+                          : HX_TOKEN_NONE;
         if (opt->special != NULL && opt->special[id])
             v->kind[id] = HX_TOKEN_SPECIAL;
     }
     for (int32_t i = 0; i < opt->n_end; i++) {
         if (opt->end[i] < 0 || opt->end[i] >= n) {
-            rc = hx_fail(err, HX_EARG, "vocabulary: end id %d of %d tokens", opt->end[i], n);
+            rc = hx_fail(err, HX_EARG, "vocabulary: end id %d of %d tokens", opt->end[i],
+                         n);
             goto fail;
         }
         v->end[v->n_end++] = opt->end[i];
@@ -196,8 +202,8 @@ void hx_vocab_close(hx_vocab *v)
 
 /* ---- masks ----------------------------------------------------------- */
 
-/* How many characters of plain text may follow, whatever they are; 0: not known, or none.
- * Fewer than the longest plain token only where nothing else can take plain text. */
+/* The length up to which the ready masks tell all of plain text, 0: not at all. What is
+ * longer is in the trie `rest`. */
 static uint32_t text_room(const hx_grammar *g, uint32_t cfg)
 {
     const hx_config *c = &g->cfg[cfg];
@@ -206,30 +212,28 @@ static uint32_t text_room(const hx_grammar *g, uint32_t cfg)
     bool only = true;
 
     for (uint32_t i = 0; i < c->n_item; i++) {
+        const hx_dfa_state *s = &g->dfa.state.p[item[i].state];
         const hx_frame *f = &g->frame[item[i].frame];
         const uint32_t rule =
             item[i].frame == 0 ? HX_IR_NO_END : g->dfa.state.p[f->ret].rule;
 
-        if (g->dfa.state.p[item[i].state].text) {
-            room = HX_IR_NO_END;
-        } else if (item[i].state == g->dfa.text_state && rule != HX_IR_NO_END) {
-            const uint32_t max = g->dfa.rule.p[rule].max;
-
-            /* f->count already counts the character that the item is at. */
-            room = HX_MAX(room, max == HX_IR_NO_END ? max : max - f->count + 1);
-        } else {
-            only &= g->dfa.state.p[item[i].state].no_text;
+        room = HX_MAX(room, s->room);
+        if (item[i].state != g->dfa.text_state || rule == HX_IR_NO_END) {
+            only &= s->no_text;
+            continue;
         }
+        /* A counted string; the count includes the character that the item is at. */
+        room = HX_MAX(room, HX_MIN(g->dfa.rule.p[rule].max - f->count + 1, HX_ROOM_MAX));
     }
-    return room >= g->vocab->n_plain || only ? HX_MIN(room, g->vocab->n_plain) : 0;
+    return room == HX_ROOM_MAX || only ? room : 0;
 }
 
 typedef struct {
-    hx_grammar    *g;
+    hx_grammar *g;
     const hx_trie *trie;
-    uint32_t start;                  /* state at the root */
-    uint32_t at[HX_TOKEN_BYTES_MAX + 1];     /* states along the path */
-    uint8_t  byte[HX_TOKEN_BYTES_MAX + 1];
+    uint32_t start;                      /* state at the root */
+    uint32_t at[HX_TOKEN_BYTES_MAX + 1]; /* states along the path */
+    uint8_t byte[HX_TOKEN_BYTES_MAX + 1];
     uint64_t work;
 } walk;
 
@@ -308,7 +312,8 @@ static bool compute(hx_grammar *g, uint32_t *cfg, uint32_t *mask)
         for (uint32_t k = 0; k < s->n_token; k++) {
             const int32_t id = g->dfa.token.p[s->token + k].id;
 
-            if (id < v->n_token && hx_cache_token(g, *cfg, HX_CFG_DEAD, id) != HX_CFG_DEAD)
+            if (id < v->n_token &&
+                hx_cache_token(g, *cfg, HX_CFG_DEAD, id) != HX_CFG_DEAD)
                 set_bit(mask, id);
         }
     }
@@ -328,7 +333,8 @@ static void keep(hx_grammar *g, uint32_t cfg, const uint32_t *mask)
     g->mask_owner[slot] = cfg;
     g->cfg[cfg].mask = slot + 1;
     g->next_mask = (slot + 1) % g->n_mask;
-    memcpy(g->mask + slot * (size_t)g->vocab->n_word, mask, g->vocab->n_word * sizeof(*mask));
+    memcpy(g->mask + slot * (size_t)g->vocab->n_word, mask,
+           g->vocab->n_word * sizeof(*mask));
 }
 
 static int no_mask(const hx_grammar *g, uint32_t *mask, const char *why, hx_err *err)

@@ -47,7 +47,8 @@ static size_t lay_out(hx_grammar *g, char *base)
     g->cfg = take(base, &at, g->cap_cfg, sizeof(*g->cfg));
     g->next = take(base, &at, (size_t)g->cap_cfg * g->n_class, sizeof(*g->next));
     g->weight = take(base, &at, g->cap_cfg, sizeof(*g->weight));
-    g->frame_slot = take(base, &at, power_above(2 * g->cap_frame), sizeof(*g->frame_slot));
+    g->frame_slot =
+        take(base, &at, power_above(2 * g->cap_frame), sizeof(*g->frame_slot));
     g->cfg_slot = take(base, &at, power_above(2 * g->cap_cfg), sizeof(*g->cfg_slot));
     g->mask = take(base, &at, g->n_mask * words, sizeof(*g->mask));
     g->mask_owner = take(base, &at, g->n_mask, sizeof(*g->mask_owner));
@@ -129,7 +130,9 @@ static uint32_t frame_of(hx_grammar *g, uint32_t ret, uint32_t count, uint32_t p
     if (g->n_frame == g->cap_frame)
         return 0;
     g->frame[g->n_frame] = (hx_frame) {
-        .ret = ret, .count = count, .parent = parent,
+        .ret = ret,
+        .count = count,
+        .parent = parent,
         .depth = (uint16_t)(parent == 0 ? 1 : g->frame[parent].depth + 1),
     };
     return g->frame_slot[i] = g->n_frame++;
@@ -154,7 +157,8 @@ static void begin(hx_grammar *g)
 
 /* Whether this arrival is new. At a counted rule whose minimum is reached, fewer turns
  * done can do all that more can, so it is new only with fewer than ever. */
-static bool is_new(hx_grammar *g, uint32_t state, uint32_t frame, uint32_t count, bool open)
+static bool is_new(hx_grammar *g, uint32_t state, uint32_t frame, uint32_t count,
+                   bool open)
 {
     const uint64_t key = (uint64_t)state << 32 | frame;
     const uint32_t fixed = open ? UINT32_MAX : count;
@@ -214,7 +218,8 @@ static void leave(hx_grammar *g, uint32_t frame)
         arrive(g, g->frame[frame].ret, g->frame[frame].parent, g->frame[frame].count);
 }
 
-static bool enter(hx_grammar *g, uint32_t rule, uint32_t ret, uint32_t count, uint32_t frame)
+static bool enter(hx_grammar *g, uint32_t rule, uint32_t ret, uint32_t count,
+                  uint32_t frame)
 {
     const uint32_t start = g->dfa.rule.p[rule].start;
     uint32_t inner;
@@ -322,8 +327,9 @@ static uint32_t config_of(hx_grammar *g)
     if (g->n_cfg == g->cap_cfg || n > g->cap_item - g->n_item)
         return HX_CFG_FULL;
     memcpy(g->item + g->n_item, g->out, bytes);
-    g->cfg[g->n_cfg] = (hx_config) { .hash = hash, .item = g->n_item, .n_item = (uint16_t)n,
-                                     .complete = g->complete };
+    g->cfg[g->n_cfg] = (hx_config) {
+        .hash = hash, .item = g->n_item, .n_item = (uint16_t)n, .complete = g->complete
+    };
     g->weight[g->n_cfg] = (uint16_t)(n + 1);
     memset(g->next + (size_t)g->n_cfg * g->n_class, 0, g->n_class * sizeof(*g->next));
     g->n_item += n;
@@ -447,7 +453,8 @@ static uint32_t load(const hx_matcher *m)
     uint32_t id[HX_MATCHER_FRAMES + 1] = { 0 };
 
     for (uint32_t k = 0; k < m->n_frame; k++) {
-        id[k + 1] = frame_of(g, m->frame[k].ret, m->frame[k].count, id[m->frame[k].parent]);
+        id[k + 1] =
+            frame_of(g, m->frame[k].ret, m->frame[k].count, id[m->frame[k].parent]);
         if (id[k + 1] == 0)
             return HX_CFG_FULL;
     }

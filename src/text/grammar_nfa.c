@@ -7,7 +7,6 @@
  * deeper than expressions nest in the source. */
 #include "text/grammar_ir.h"
 
-
 void hx_nfa_init(hx_nfa *nfa, hx_ir *ir, bool chars)
 {
     *nfa = (hx_nfa) { .ir = ir, .chars = chars };
@@ -15,10 +14,10 @@ void hx_nfa_init(hx_nfa *nfa, hx_ir *ir, bool chars)
 
 void hx_nfa_free(hx_nfa *nfa)
 {
-    hx_free(nfa->state.p);
-    hx_free(nfa->edge.p);
-    hx_free(nfa->memo.p);
-    hx_free(nfa->todo.p);
+    HX_DROP(nfa->ir, nfa->state);
+    HX_DROP(nfa->ir, nfa->edge);
+    HX_DROP(nfa->ir, nfa->memo);
+    HX_DROP(nfa->ir, nfa->todo);
 }
 
 /* State 0 has no edges: what matches nothing leads there. */
@@ -33,7 +32,8 @@ static uint32_t new_state(hx_nfa *nfa)
 
 static void add_edge(hx_nfa *nfa, uint32_t from, hx_nfa_edge e)
 {
-    if (e.to == 0 || from == 0 || !hx_ir_work(nfa->ir, 1) || !HX_PUSH(nfa->ir, nfa->edge, 1))
+    if (e.to == 0 || from == 0 || !hx_ir_work(nfa->ir, 1) ||
+        !HX_PUSH(nfa->ir, nfa->edge, 1))
         return;
     e.next = nfa->state.p[from];
     nfa->edge.p[nfa->edge.n - 1] = e;
@@ -47,7 +47,8 @@ static void add_eps(hx_nfa *nfa, uint32_t from, uint32_t to)
 
 static void add_bytes(hx_nfa *nfa, uint32_t from, uint8_t lo, uint8_t hi, uint32_t to)
 {
-    add_edge(nfa, from, (hx_nfa_edge) { .kind = HX_E_BYTE, .lo = lo, .hi = hi, .to = to });
+    add_edge(nfa, from,
+             (hx_nfa_edge) { .kind = HX_E_BYTE, .lo = lo, .hi = hi, .to = to });
 }
 
 /* ---- memo ------------------------------------------------------------ */
@@ -78,8 +79,7 @@ static bool memo_room(hx_nfa *nfa)
     for (uint32_t i = 0; i < old.memo.n; i++)
         if (old.memo.p[i].state != 0)
             nfa->memo.p[slot_of(nfa, old.memo.p[i].key)] = old.memo.p[i];
-    nfa->ir->bytes -= old.memo.cap * sizeof(*old.memo.p);
-    hx_free(old.memo.p);
+    HX_DROP(nfa->ir, old.memo);
     return true;
 }
 
@@ -121,8 +121,8 @@ static uint32_t byte_before(hx_nfa *nfa, uint8_t lo, uint8_t hi, uint32_t k)
     return s;
 }
 
-/* Code points [lo, hi] of one length in UTF-8 whose encodings are a product of byte ranges:
- * splits until that holds (as the utf8-ranges and RE2 compilers do). */
+/* Code points [lo, hi] of one length in UTF-8 whose encodings are a product of byte
+ * ranges: splits until that holds (as the utf8-ranges and RE2 compilers do). */
 static void add_utf8(hx_nfa *nfa, uint32_t s, uint32_t lo, uint32_t hi, uint32_t k)
 {
     static const uint32_t last[] = { 0x7f, 0x7ff, 0xffff };
@@ -159,7 +159,8 @@ static void add_utf8(hx_nfa *nfa, uint32_t s, uint32_t lo, uint32_t hi, uint32_t
 
 /* Inside a JSON string: quote, backslash and five controls as two-character escapes, the
  * other controls not at all. */
-static void add_escapes(hx_nfa *nfa, uint32_t s, const hx_range *r, uint32_t n, uint32_t k)
+static void add_escapes(hx_nfa *nfa, uint32_t s, const hx_range *r, uint32_t n,
+                        uint32_t k)
 {
     static const char cp[] = "\"\\\b\f\n\r\t", letter[] = "\"\\bfnrt";
     uint32_t escape = 0;
@@ -218,7 +219,8 @@ static uint32_t build_rep(hx_nfa *nfa, const hx_ir_node *v, uint32_t k)
         add_eps(nfa, s, k);
         add_eps(nfa, s, build(nfa, v->a, s));
     }
-    for (uint32_t i = v->c == HX_IR_NO_END ? v->b : v->c; i > 0 && nfa->ir->rc == 0; i--) {
+    for (uint32_t i = v->c == HX_IR_NO_END ? v->b : v->c; i > 0 && nfa->ir->rc == 0;
+         i--) {
         const uint32_t turn = build(nfa, v->a, s);
 
         if (v->c != HX_IR_NO_END && i > v->b) {
@@ -288,8 +290,10 @@ static uint32_t build_new(hx_nfa *nfa, hx_ref r, uint32_t k)
     case HX_IR_CALL:
     case HX_IR_TOKEN:
         s = new_state(nfa);
-        add_edge(nfa, s, (hx_nfa_edge) {
-            .kind = v.kind == HX_IR_CALL ? HX_E_CALL : HX_E_TOKEN, .a = v.a, .to = k });
+        add_edge(nfa, s,
+                 (hx_nfa_edge) { .kind = v.kind == HX_IR_CALL ? HX_E_CALL : HX_E_TOKEN,
+                                 .a = v.a,
+                                 .to = k });
         return s;
     }
     return 0;
@@ -316,8 +320,7 @@ int hx_nfa_build(hx_nfa *nfa, hx_ref root)
 {
     nfa->state.n = nfa->edge.n = nfa->todo.n = nfa->n_memo = 0;
     /* memo.n is the size of the table here, zero is right: it grows to what it was. */
-    nfa->ir->bytes -= nfa->memo.cap * sizeof(*nfa->memo.p);
-    hx_free(nfa->memo.p);
+    HX_DROP(nfa->ir, nfa->memo);
     nfa->memo.p = NULL;
     nfa->memo.n = nfa->memo.cap = 0;
     if (!HX_PUSH(nfa->ir, nfa->state, 1) || !HX_PUSH(nfa->ir, nfa->edge, 1))

@@ -1,9 +1,9 @@
 /* grammar_regex.c - regular expressions as ECMA-262 writes them, without flags.
  *
  * Called by grammar.c and the schema front end. Greedy, lazy and capturing make no
- * difference to what a text may be, so they are read and forgotten. What is not regular or
- * looks around is refused (HX_EUNSUP). "^" and "$" are taken at the ends of the whole or of
- * all branches of a group that is at that end. */
+ * difference to what a text may be, so they are read and forgotten. What is not regular
+ * or looks around is refused (HX_EUNSUP). "^" and "$" are taken at the ends of the whole
+ * or of all branches of a group that is at that end. */
 #include "text/grammar_ir.h"
 
 typedef struct {
@@ -12,16 +12,19 @@ typedef struct {
     size_t n, i;
     uint32_t depth;
     bool json;
-    HX_VEC(hx_range) set;            /* of the class being read */
+    hx_ranges set; /* of the class being read */
 } parser;
 
 /* A piece of expression and whether it is tied to the begin and the end of the text. */
-typedef struct { hx_ref e; bool begin, end; } part;
-
-typedef HX_VEC(hx_ref) refs;
+typedef struct {
+    hx_ref e;
+    bool begin, end;
+} part;
 
 static const hx_range digits[] = { { '0', '9' } };
-static const hx_range words[] = { { '0', '9' }, { 'A', 'Z' }, { '_', '_' }, { 'a', 'z' } };
+static const hx_range words[] = {
+    { '0', '9' }, { 'A', 'Z' }, { '_', '_' }, { 'a', 'z' }
+};
 /* ECMA-262 WhiteSpace and LineTerminator. */
 static const hx_range spaces[] = {
     { 9, 13 },          { ' ', ' ' },       { 0xa0, 0xa0 },     { 0x1680, 0x1680 },
@@ -69,13 +72,16 @@ static void add_ranges(parser *s, const hx_range *r, size_t n, bool invert)
 static bool add_shorthand(parser *s, int c)
 {
     switch (c) {
-    case 'd': case 'D':
+    case 'd':
+    case 'D':
         add_ranges(s, digits, HX_LEN(digits), c == 'D');
         return true;
-    case 'w': case 'W':
+    case 'w':
+    case 'W':
         add_ranges(s, words, HX_LEN(words), c == 'W');
         return true;
-    case 's': case 'S':
+    case 's':
+    case 'S':
         add_ranges(s, spaces, HX_LEN(spaces), c == 'S');
         return true;
     default:
@@ -140,7 +146,8 @@ static uint32_t read_escape(parser *s, bool in_class)
     if (c == 'c' && ((peek(s, 0) | 0x20) >= 'a' && (peek(s, 0) | 0x20) <= 'z'))
         return (uint32_t)(s->p[s->i++] & 31);
     s->i--;
-    if (c == 'b' || c == 'B' || c == 'p' || c == 'P' || c == 'k' || (c >= '0' && c <= '9'))
+    if (c == 'b' || c == 'B' || c == 'p' || c == 'P' || c == 'k' ||
+        (c >= '0' && c <= '9'))
         fail(s, HX_EUNSUP, "\\b, \\B, \\p, \\k and back-references are not supported");
     else if ((c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'))
         fail(s, HX_EFORMAT, "unknown escape");
@@ -281,8 +288,8 @@ static part read_group(parser *s)
     part p;
 
     if (eat(s, "?")) {
-        const bool named = eat(s, "P<") ||
-                           (peek(s, 0) == '<' && peek(s, 1) != '=' && peek(s, 1) != '!');
+        const bool named =
+            eat(s, "P<") || (peek(s, 0) == '<' && peek(s, 1) != '=' && peek(s, 1) != '!');
 
         if (named) {
             while (peek(s, 0) >= 0 && peek(s, 0) != '>')
@@ -290,7 +297,8 @@ static part read_group(parser *s)
             if (!eat(s, ">"))
                 fail(s, HX_EFORMAT, "group name without \">\"");
         } else if (!eat(s, ":")) {
-            fail(s, HX_EUNSUP, "look-around, flags and other \"(?\" groups are not supported");
+            fail(s, HX_EUNSUP,
+                 "look-around, flags and other \"(?\" groups are not supported");
         }
     }
     p = read_alternatives(s, false);
@@ -314,7 +322,8 @@ static part read_atom(parser *s)
         return (part) { read_class(s), false, false };
     if (eat(s, "."))
         return (part) { hx_ir_set(s->ir, out, hx_range_invert(lines, HX_LEN(lines), out),
-                                  s->json), false, false };
+                                  s->json),
+                        false, false };
     if (eat(s, "\\")) {
         const hx_ref e = shorthand(s, peek(s, 0));
 
@@ -327,7 +336,7 @@ static part read_atom(parser *s)
     return (part) { hx_ir_char(s->ir, read_char(s), s->json), false, false };
 }
 
-static void add(parser *s, refs *list, hx_ref e)
+static void add(parser *s, hx_refs *list, hx_ref e)
 {
     if (HX_PUSH(s->ir, *list, 1))
         list->p[list->n - 1] = e;
@@ -336,7 +345,7 @@ static void add(parser *s, refs *list, hx_ref e)
 static part read_sequence(parser *s)
 {
     part out = { HX_NONE, false, false };
-    refs list = { 0 };
+    hx_refs list = { 0 };
 
     while (s->ir->rc == 0 && s->i < s->n && peek(s, 0) != '|' && peek(s, 0) != ')') {
         uint32_t min, max;
@@ -367,7 +376,7 @@ static part read_sequence(parser *s)
         add(s, &list, p.e);
     }
     out.e = hx_ir_seq(s->ir, list.p, list.n);
-    hx_free(list.p);
+    HX_DROP(s->ir, list);
     return out;
 }
 
@@ -375,7 +384,7 @@ static part read_sequence(parser *s)
 static part read_alternatives(parser *s, bool search)
 {
     part out = { HX_NONE, false, false };
-    refs list = { 0 };
+    hx_refs list = { 0 };
     bool first = true;
 
     if (++s->depth > s->ir->opt.nesting)
@@ -399,7 +408,7 @@ static part read_alternatives(parser *s, bool search)
     } while (s->ir->rc == 0 && eat(s, "|"));
     s->depth--;
     out.e = hx_ir_alt(s->ir, list.p, list.n);
-    hx_free(list.p);
+    HX_DROP(s->ir, list);
     return out;
 }
 
@@ -416,6 +425,6 @@ hx_ref hx_regex_parse(hx_ir *ir, hx_str source, bool json, bool search)
         p = read_alternatives(&s, search);
     if (ir->rc == 0 && s.i < s.n)
         fail(&s, HX_EFORMAT, "\")\" without \"(\"");
-    hx_free(s.set.p);
+    HX_DROP(ir, s.set);
     return ir->rc == 0 ? p.e : HX_NONE;
 }

@@ -2,8 +2,8 @@
  * differently) as IR.
  *
  * Called by grammar.c. A view is a list of schemas that one value must satisfy together:
- * "allOf" and "$ref" only lengthen the list, and each keyword is read across all of it, so
- * nothing is ever merged. Equal views are one rule, which makes recursive references
+ * "allOf" and "$ref" only lengthen the list, and each keyword is read across all of it,
+ * so nothing is ever merged. Equal views are one rule, which makes recursive references
  * recursive rules.
  *
  *   exact     type, enum, const, properties, required, additionalProperties, items,
@@ -11,47 +11,73 @@
  *             their exclusive forms, min/maxProperties, allOf, anyOf, $ref, nullable
  *   near      oneOf is read as anyOf. Formats as in grammar_value.c; pattern goes before
  *             format; formats not known there are ignored. Numbers in a range have no
- *             exponent. enum and const have one spelling. Members come in the order of the
- *             schema. Without "additionalProperties" an object that has "properties" takes
- *             no others, and a tuple no further elements (hx_grammar_opt.open_objects)
- *   partly    patternProperties: where no two patterns meet and no other undeclared members
- *             are allowed; multipleOf: up to 100, or powers of ten below 1; propertyNames:
- *             pattern and lengths; two patterns for one string: no
- *   refused   not, if, contains, uniqueItems, dependencies of any kind, references out of
- *             the document: with HX_EUNSUP, never ignored
+ *             exponent. enum and const have one spelling. Members come in the order of
+ * the schema. Without "additionalProperties" an object that has "properties" takes no
+ * others, and a tuple no further elements (hx_grammar_opt.open_objects) partly
+ * patternProperties: where no two patterns meet and no other undeclared members are
+ * allowed; multipleOf: up to 100, or powers of ten below 1; propertyNames: pattern and
+ * lengths; two patterns for one string: no refused   not, if, contains, uniqueItems,
+ * dependencies of any kind, references out of the document: with HX_EUNSUP, never ignored
  * Anything else is an annotation. What no document satisfies is an error. */
 #include "text/grammar_ir.h"
 
 enum { ANYOF_DONE = 1, ONEOF_DONE = 2 };
 
-typedef struct { const hx_json *node; uintptr_t done; } part;
-typedef struct { uint32_t at, n, rule, next; } view;
+typedef struct {
+    const hx_json *node;
+    uintptr_t done;
+} part;
+typedef struct {
+    uint32_t at, n, rule, next;
+} view;
 /* A member of an object; rule 0: it must not be there. */
-typedef struct { hx_str key; uint32_t rule; bool required; } prop;
-typedef struct { hx_ref key; uint32_t rule; } pattern;
+typedef struct {
+    hx_str key;
+    uint32_t rule;
+    bool required;
+} prop;
+typedef struct {
+    hx_ref key;
+    uint32_t rule;
+} pattern;
+typedef HX_VEC(part) parts;
+typedef HX_VEC(view) views;
+typedef HX_VEC(prop) prop_list;
+typedef HX_VEC(pattern) pattern_list;
+typedef HX_VEC(const hx_json *) nodes;
+typedef HX_VEC(hx_str) strs;
 
 enum {
-    T_NULL = 1, T_BOOL = 2, T_INT = 4, T_NUM = 8, T_STR = 16, T_ARR = 32, T_OBJ = 64, T_ALL = 127
+    T_NULL = 1,
+    T_BOOL = 2,
+    T_INT = 4,
+    T_NUM = 8,
+    T_STR = 16,
+    T_ARR = 32,
+    T_OBJ = 64,
+    T_ALL = 127
 };
+/* clang-format off */
 static const struct { const char *name; unsigned bits; } type_names[] = {
     { "null", T_NULL },   { "boolean", T_BOOL }, { "integer", T_INT },
     { "number", T_INT | T_NUM }, { "string", T_STR }, { "array", T_ARR }, { "object", T_OBJ },
 };
+/* clang-format on */
 
 enum { SLOTS = 4096 };
 
 typedef struct {
     hx_ir *ir;
     const hx_json *root;
-    HX_VEC(part)     part;           /* of all views */
-    HX_VEC(view)     view;           /* [0] is not used; in the order of making */
-    HX_VEC(uint32_t) slot;           /* hash table of views: chains */
-    HX_VEC(part)     now;            /* the view being collected */
-    bool             none;           /* no value can satisfy it */
-    HX_VEC(const hx_json *) path;    /* schemas on their way into the view */
-    HX_VEC(prop)     prop;           /* of the object at hand */
-    HX_VEC(pattern)  pattern;
-    HX_VEC(hx_str)   word;
+    parts part;     /* of all views */
+    views view;     /* [0] is not used; in the order of making */
+    hx_u32s slot;   /* hash table of views: chains */
+    parts now;      /* the view being collected */
+    bool none;      /* no value can satisfy it */
+    nodes path;     /* schemas on their way into the view */
+    prop_list prop; /* of the object at hand */
+    pattern_list pattern;
+    strs word;
 } schema;
 
 static int fail(schema *s, int code, const char *what, hx_str name)
@@ -84,6 +110,7 @@ static bool is_schema(const hx_json *v)
 }
 
 /* Refused when the test says so of the keyword's value. */
+/* clang-format off */
 static const struct { const char *name; bool (*refuse)(const hx_json *v); } refused[] = {
     { "not", always },               { "if", always },
     { "contains", always },          { "uniqueItems", is_set },
@@ -92,8 +119,10 @@ static const struct { const char *name; bool (*refuse)(const hx_json *v); } refu
     { "unevaluatedItems", is_schema }, { "$dynamicRef", always },
     { "$recursiveRef", always },
 };
+/* clang-format on */
 
 /* What each keyword's value must be; others are not looked at. */
+/* clang-format off */
 static const struct { const char *name; unsigned types; } shapes[] = {
     { "type", T_STR | T_ARR },       { "enum", T_ARR },
     { "properties", T_OBJ },         { "patternProperties", T_OBJ },
@@ -109,19 +138,26 @@ static const struct { const char *name; unsigned types; } shapes[] = {
     { "allOf", T_ARR },              { "$ref", T_STR },
     { "nullable", T_BOOL },          { "propertyNames", T_OBJ | T_BOOL },
 };
+/* clang-format on */
 
 /* Numbers that are whole count as integers, and all as numbers. */
 static unsigned type_of(const hx_json *v)
 {
     switch (hx_json_kind(v)) {
-    case HX_JSON_NULL:   return T_NULL;
-    case HX_JSON_BOOL:   return T_BOOL;
-    case HX_JSON_INT:    return T_INT | T_NUM;
-    case HX_JSON_DOUBLE: return hx_json_int(v, 0) == 0 && hx_json_int(v, 1) == 1
-                                    ? T_NUM : T_INT | T_NUM;
-    case HX_JSON_STRING: return T_STR;
-    case HX_JSON_ARRAY:  return T_ARR;
-    case HX_JSON_OBJECT: return T_OBJ;
+    case HX_JSON_NULL:
+        return T_NULL;
+    case HX_JSON_BOOL:
+        return T_BOOL;
+    case HX_JSON_INT:
+        return T_INT | T_NUM;
+    case HX_JSON_DOUBLE:
+        return hx_json_int(v, 0) == 0 && hx_json_int(v, 1) == 1 ? T_NUM : T_INT | T_NUM;
+    case HX_JSON_STRING:
+        return T_STR;
+    case HX_JSON_ARRAY:
+        return T_ARR;
+    case HX_JSON_OBJECT:
+        return T_OBJ;
     }
     return 0;
 }
@@ -147,8 +183,9 @@ static bool check_node(schema *s, const hx_json *node)
 
 static int hex_digit(char c)
 {
-    return c >= '0' && c <= '9' ? c - '0' : (c | 0x20) >= 'a' && (c | 0x20) <= 'f'
-                                                ? (c | 0x20) - 'a' + 10 : -1;
+    return c >= '0' && c <= '9'                     ? c - '0'
+           : (c | 0x20) >= 'a' && (c | 0x20) <= 'f' ? (c | 0x20) - 'a' + 10
+                                                    : -1;
 }
 
 /* One step of a JSON pointer, decoded to out; its length in the pointer. */
@@ -239,8 +276,9 @@ static bool is_known(schema *s, const hx_json *node)
             loop |= s->now.p[i].done != 0;
         }
     if (loop)
-        hx_ir_fail(s->ir, HX_EFORMAT, "schema: a $ref leads back to itself without going "
-                                      "into a member or an element");
+        hx_ir_fail(s->ir, HX_EFORMAT,
+                   "schema: a $ref leads back to itself without going "
+                   "into a member or an element");
     return known || loop;
 }
 
@@ -288,12 +326,13 @@ static uint32_t end_view(schema *s)
     if (s->ir->rc != 0 || s->none)
         return 0;
     for (uint32_t i = 0; i < n; i++)
-        hash = (hash ^ (uintptr_t)s->now.p[i].node ^ s->now.p[i].done) * 0x9e3779b97f4a7c15u;
+        hash =
+            (hash ^ (uintptr_t)s->now.p[i].node ^ s->now.p[i].done) * 0x9e3779b97f4a7c15u;
     uint32_t *const head = &s->slot.p[hash >> 40 & (SLOTS - 1)];
 
     for (uint32_t v = *head; v != 0 && hx_ir_work(s->ir, 1); v = s->view.p[v].next)
-        if (s->view.p[v].n == n &&
-            (n == 0 || memcmp(s->part.p + s->view.p[v].at, s->now.p, n * sizeof(part)) == 0))
+        if (s->view.p[v].n == n && (n == 0 || memcmp(s->part.p + s->view.p[v].at,
+                                                     s->now.p, n * sizeof(part)) == 0))
             return s->view.p[v].rule;
     if (!HX_PUSH(s->ir, s->view, 1) || !HX_PUSH(s->ir, s->part, n))
         return 0;
@@ -354,7 +393,7 @@ static hx_ref emit_choice(schema *s, const view *v, uint32_t i, const char *name
                           uintptr_t done)
 {
     const hx_json *branches = hx_json_get(node_at(s, v, i), name);
-    HX_VEC(hx_ref) way = { 0 };
+    hx_refs way = { 0 };
     hx_ref e;
 
     for (size_t b = 0; b < hx_json_len(branches) && s->ir->rc == 0; b++) {
@@ -369,7 +408,7 @@ static hx_ref emit_choice(schema *s, const view *v, uint32_t i, const char *name
             way.p[way.n - 1] = e;
     }
     e = hx_ir_alt(s->ir, way.p, way.n);
-    hx_free(way.p);
+    HX_DROP(s->ir, way);
     return e;
 }
 
@@ -396,7 +435,8 @@ static unsigned types_of(schema *s, const view *v)
             continue;
         if (hx_json_kind(type) == HX_JSON_STRING)
             here = type_bits(s, hx_json_str(type));
-        for (size_t k = 0; hx_json_kind(type) == HX_JSON_ARRAY && k < hx_json_len(type); k++)
+        for (size_t k = 0; hx_json_kind(type) == HX_JSON_ARRAY && k < hx_json_len(type);
+             k++)
             here |= type_bits(s, hx_json_str(hx_json_at(type, k)));
         if (hx_json_bool(hx_json_get(node_at(s, v, i), "nullable"), false))
             here |= T_NULL;
@@ -410,8 +450,10 @@ static bool json_equal(schema *s, const hx_json *a, const hx_json *b)
     const hx_json_type kind = hx_json_kind(a);
     const unsigned both = type_of(a) & type_of(b);
 
-    if (both == 0)
+    if (both == 0 || !hx_ir_work(s->ir, 3))
         return false;
+    if (kind == HX_JSON_INT && hx_json_kind(b) == HX_JSON_INT)
+        return hx_json_int(a, 0) == hx_json_int(b, 0);
     if ((both & T_NUM) != 0) {
         hx_decimal x, y;
 
@@ -426,12 +468,13 @@ static bool json_equal(schema *s, const hx_json *a, const hx_json *b)
         return false;
     for (size_t i = 0; i < hx_json_len(a); i++) {
         hx_str key = { NULL, 0 };
-        const hx_json *x = kind == HX_JSON_OBJECT ? hx_json_member(a, i, &key)
-                                                  : hx_json_at(a, i);
+        const hx_json *x =
+            kind == HX_JSON_OBJECT ? hx_json_member(a, i, &key) : hx_json_at(a, i);
 
         if (kind == HX_JSON_OBJECT && !hx_json_has(b, key.p))
             return false;
-        if (!json_equal(s, x, kind == HX_JSON_OBJECT ? hx_json_get(b, key.p) : hx_json_at(b, i)))
+        if (!json_equal(
+                s, x, kind == HX_JSON_OBJECT ? hx_json_get(b, key.p) : hx_json_at(b, i)))
             return false;
     }
     return true;
@@ -453,12 +496,19 @@ static bool is_listed(schema *s, const hx_json *node, const hx_json *value)
 
 static bool number_bounds(schema *s, const view *v, hx_decimal *lo, hx_decimal *hi,
                           bool *has_lo, bool *has_hi);
-static const char *const array_words[] = { "items", "prefixItems", "minItems", "maxItems",
-                                           "additionalItems", "unevaluatedItems", NULL };
-static const char *const object_words[] = {
-    "properties", "required", "additionalProperties", "patternProperties", "minProperties",
-    "maxProperties", "propertyNames", "unevaluatedProperties", NULL
+static const char *const array_words[] = {
+    "items",           "prefixItems",      "minItems", "maxItems",
+    "additionalItems", "unevaluatedItems", NULL
 };
+static const char *const object_words[] = { "properties",
+                                            "required",
+                                            "additionalProperties",
+                                            "patternProperties",
+                                            "minProperties",
+                                            "maxProperties",
+                                            "propertyNames",
+                                            "unevaluatedProperties",
+                                            NULL };
 
 static bool number_fits(schema *s, const view *v, const hx_json *value)
 {
@@ -468,7 +518,8 @@ static bool number_fits(schema *s, const view *v, const hx_json *value)
 
     if (has_any(s, v, multiple))
         unsupported(s, "multipleOf beside enum or const");
-    if (!number_bounds(s, v, &lo, &hi, &has_lo, &has_hi) || !hx_decimal_read(s->ir, &x, value))
+    if (!number_bounds(s, v, &lo, &hi, &has_lo, &has_hi) ||
+        !hx_decimal_read(s->ir, &x, value))
         return false;
     const int below = has_lo ? hx_decimal_cmp(&x, &lo) : 1;
     const int above = has_hi ? hx_decimal_cmp(&x, &hi) : -1;
@@ -483,7 +534,8 @@ static bool string_fits(schema *s, const view *v, hx_str text)
 
     for (size_t i = 0; i < text.n; i++)
         n += ((uint8_t)text.p[i] & 0xc0) != 0x80;
-    if (n < fold_bound(s, v, "minLength", true) || n > fold_bound(s, v, "maxLength", false))
+    if (n < fold_bound(s, v, "minLength", true) ||
+        n > fold_bound(s, v, "maxLength", false))
         return false;
     for (uint32_t i = 0; i < v->n; i++) {
         const hx_str re = hx_json_str(hx_json_get(node_at(s, v, i), "pattern"));
@@ -495,16 +547,18 @@ static bool string_fits(schema *s, const view *v, hx_str text)
     return true;
 }
 
-/* Whether a listed value satisfies the rest of the view. */
-static bool value_fits(schema *s, const view *v, unsigned types, const hx_json *value)
+/* Whether a value that from lists satisfies the rest of the view. */
+static bool value_fits(schema *s, const view *v, unsigned types, const hx_json *from,
+                       const hx_json *value)
 {
     const unsigned type = type_of(value);
 
     for (uint32_t i = 0; i < v->n; i++)
-        if (!is_listed(s, node_at(s, v, i), value))
+        if ((node_at(s, v, i) != from || hx_json_has(from, "const")) &&
+            !is_listed(s, node_at(s, v, i), value))
             return false;
-    if ((type & types) == 0 || ((type & T_INT) == 0 && (type & T_NUM) != 0 &&
-                                (types & T_NUM) == 0))
+    if ((type & types) == 0 ||
+        ((type & T_INT) == 0 && (type & T_NUM) != 0 && (types & T_NUM) == 0))
         return false;
     if ((type & T_NUM) != 0)
         return number_fits(s, v, value);
@@ -520,12 +574,13 @@ static bool value_fits(schema *s, const view *v, unsigned types, const hx_json *
 static bool emit_listed(schema *s, const view *v, hx_ref *e)
 {
     const unsigned types = types_of(s, v);
-    HX_VEC(hx_ref) way = { 0 };
+    hx_refs way = { 0 };
     const hx_json *node = NULL, *list;
     bool one;
 
     for (uint32_t i = 0; i < v->n && node == NULL; i++)
-        if (hx_json_has(node_at(s, v, i), "const") || hx_json_has(node_at(s, v, i), "enum"))
+        if (hx_json_has(node_at(s, v, i), "const") ||
+            hx_json_has(node_at(s, v, i), "enum"))
             node = node_at(s, v, i);
     if (node == NULL)
         return false;
@@ -534,14 +589,14 @@ static bool emit_listed(schema *s, const view *v, hx_ref *e)
     for (size_t i = 0; i < (one ? 1 : hx_json_len(list)) && s->ir->rc == 0; i++) {
         const hx_json *value = one ? list : hx_json_at(list, i);
 
-        if (value_fits(s, v, types, value) && HX_PUSH(s->ir, way, 1)) {
+        if (value_fits(s, v, types, node, value) && HX_PUSH(s->ir, way, 1)) {
             const hx_ref lit = hx_json_literal(s->ir, value);
 
             way.p[way.n - 1] = lit;
         }
     }
     *e = hx_ir_alt(s->ir, way.p, way.n);
-    hx_free(way.p);
+    HX_DROP(s->ir, way);
     return true;
 }
 
@@ -557,8 +612,8 @@ static void tighten(hx_decimal *best, bool *has, hx_decimal d, bool lower)
 }
 
 /* One bound of one schema. Older drafts have the exclusive form as a boolean. */
-static bool read_bound(schema *s, const hx_json *node, const char *name, const char *strict,
-                       bool lower, hx_decimal *best, bool *has)
+static bool read_bound(schema *s, const hx_json *node, const char *name,
+                       const char *strict, bool lower, hx_decimal *best, bool *has)
 {
     const hx_json *x = hx_json_get(node, strict);
     const bool flag = hx_json_kind(x) == HX_JSON_BOOL;
@@ -588,13 +643,16 @@ static bool number_bounds(schema *s, const view *v, hx_decimal *lo, hx_decimal *
     *has_lo = *has_hi = false;
     *lo = *hi = (hx_decimal) { 0 };
     for (uint32_t i = 0; i < v->n; i++)
-        if (!read_bound(s, node_at(s, v, i), "minimum", "exclusiveMinimum", true, lo, has_lo) ||
-            !read_bound(s, node_at(s, v, i), "maximum", "exclusiveMaximum", false, hi, has_hi))
+        if (!read_bound(s, node_at(s, v, i), "minimum", "exclusiveMinimum", true, lo,
+                        has_lo) ||
+            !read_bound(s, node_at(s, v, i), "maximum", "exclusiveMaximum", false, hi,
+                        has_hi))
             return false;
     return true;
 }
 
-/* The one multipleOf of the view: *mod for whole ones, *frac for powers of ten below 1. */
+/* The one multipleOf of the view: *mod for whole ones, *frac for powers of ten below 1.
+ */
 static bool read_multiple(schema *s, const view *v, uint32_t *mod, int *frac)
 {
     const hx_json *of = NULL;
@@ -620,7 +678,8 @@ static bool read_multiple(schema *s, const view *v, uint32_t *mod, int *frac)
     else if (d.n == 1 && d.digit[0] == '1' && d.exp <= 0 && d.exp > -15)
         *frac = 1 - d.exp;
     else
-        unsupported(s, "a multipleOf that is neither at most 100 nor 0.1, 0.01 and so on");
+        unsupported(s,
+                    "a multipleOf that is neither at most 100 nor 0.1, 0.01 and so on");
     return true;
 }
 
@@ -631,13 +690,17 @@ static hx_ref emit_number(schema *s, const view *v, bool integer)
     uint32_t mod;
     int frac;
 
-    if (!number_bounds(s, v, &lo, &hi, &has_lo, &has_hi) || !read_multiple(s, v, &mod, &frac))
+    if (!number_bounds(s, v, &lo, &hi, &has_lo, &has_hi) ||
+        !read_multiple(s, v, &mod, &frac))
         return HX_NONE;
     integer |= mod > 0;
     if (!has_lo && !has_hi && mod <= 1 && (integer || frac < 0))
         return integer ? hx_json_integer(s->ir) : hx_json_number(s->ir);
     return hx_json_range(s->ir, has_lo ? &lo : NULL, has_hi ? &hi : NULL,
-                         integer ? 0 : frac > 0 ? frac : 15, HX_MAX(mod, 1));
+                         integer    ? 0
+                         : frac > 0 ? frac
+                                    : 15,
+                         HX_MAX(mod, 1));
 }
 
 /* ---- strings --------------------------------------------------------- */
@@ -676,7 +739,8 @@ static const hx_json *prefix_of(const hx_json *node)
 {
     const hx_json *items = hx_json_get(node, "items");
 
-    return hx_json_kind(items) == HX_JSON_ARRAY ? items : hx_json_get(node, "prefixItems");
+    return hx_json_kind(items) == HX_JSON_ARRAY ? items
+                                                : hx_json_get(node, "prefixItems");
 }
 
 static const hx_json *rest_of(const hx_json *node)
@@ -728,7 +792,8 @@ static hx_ref emit_array(schema *s, const view *v)
             rest = hx_ir_rep(s->ir, HX_SEQ(s->ir, comma, one), least, most, HX_REP_AUTO);
         else
             rest = HX_SEQ(s->ir, one,
-                          hx_ir_rep(s->ir, HX_SEQ(s->ir, comma, one), least > 0 ? least - 1 : 0,
+                          hx_ir_rep(s->ir, HX_SEQ(s->ir, comma, one),
+                                    least > 0 ? least - 1 : 0,
                                     most == HX_IR_NO_END ? most : most - 1, HX_REP_AUTO));
         if (n_tuple == 0 && min == 0)
             rest = hx_ir_opt(s->ir, rest);
@@ -806,8 +871,8 @@ static void add_prop(schema *s, const view *v, hx_str key)
         s->prop.p[s->prop.n - 1] = (prop) { key, rule, false };
 }
 
-/* Marks or adds; names are looked for from where the last one was, since "required" mostly
- * has the order of "properties". */
+/* Marks or adds; names are looked for from where the last one was, since "required"
+ * mostly has the order of "properties". */
 static void require(schema *s, const view *v, hx_str key)
 {
     for (uint32_t k = 0; k < s->prop.n && hx_ir_work(s->ir, 1); k++)
@@ -842,8 +907,9 @@ static void collect_props(schema *s, const view *v)
         const hx_json *names = hx_json_get(node_at(s, v, i), "required");
 
         /* Older drafts have "required": true inside of a member. */
-        for (size_t k = 0; hx_json_kind(names) == HX_JSON_ARRAY && k < hx_json_len(names) &&
-                           s->ir->rc == 0; k++) {
+        for (size_t k = 0; hx_json_kind(names) == HX_JSON_ARRAY &&
+                           k < hx_json_len(names) && s->ir->rc == 0;
+             k++) {
             const hx_str key = hx_json_str(hx_json_at(names, k));
 
             if (key.p == NULL)
@@ -897,8 +963,9 @@ static hx_ref other_key(schema *s, const view *v)
     if (names != NULL && check_node(s, names)) {
         min = (uint32_t)HX_MIN(HX_MAX(hx_json_int(hx_json_get(names, "minLength"), 0), 0),
                                INT32_MAX);
-        max = (uint32_t)HX_MIN(HX_MAX(hx_json_int(hx_json_get(names, "maxLength"), INT32_MAX),
-                                      0), INT32_MAX);
+        max = (uint32_t)HX_MIN(
+            HX_MAX(hx_json_int(hx_json_get(names, "maxLength"), INT32_MAX), 0),
+            INT32_MAX);
         if (hx_json_has(names, "pattern"))
             e = parse_pattern(s, hx_json_str(hx_json_get(names, "pattern")));
     }
@@ -924,7 +991,7 @@ static void add_pattern(schema *s, hx_ref key, uint32_t rule)
 /* Members by pattern: with no others, and no two patterns for one name. */
 static void collect_patterns(schema *s, const view *v)
 {
-    HX_VEC(hx_ref) seen = { 0 };
+    hx_refs seen = { 0 };
 
     s->word.n = 0;
     for (uint32_t k = 0; k < s->prop.n; k++)
@@ -948,7 +1015,7 @@ static void collect_patterns(schema *s, const view *v)
             add_pattern(s, hx_lang_without(s->ir, e, s->word.p, s->word.n), end_view(s));
         }
     }
-    hx_free(seen.p);
+    HX_DROP(s->ir, seen);
 }
 
 /* Fills s->pattern: the kinds of members that are not in s->prop. */
@@ -960,7 +1027,8 @@ static void collect_others(schema *s, const view *v)
     s->pattern.n = 0;
     if (has_any(s, v, patterns)) {
         if (v->n > 1 || is_open(s, v) || has_any(s, v, names))
-            unsupported(s, "patternProperties beside allOf, propertyNames or additional members");
+            unsupported(
+                s, "patternProperties beside allOf, propertyNames or additional members");
         collect_patterns(s, v);
         return;
     }
@@ -977,14 +1045,14 @@ static void collect_others(schema *s, const view *v)
 
 /* ---- objects: in which order ----------------------------------------- */
 
-/* The rules of an object are places in it: behind an opening quote, with i of s->prop gone
- * by (the last place, n_prop, is for other members) and count members written. Counts
- * beyond what bounds ask for are one. The comma and the quote are before the place, so that
- * all keys that may follow make one trie. */
+/* The rules of an object are places in it: behind an opening quote, with i of s->prop
+ * gone by (the last place, n_prop, is for other members) and count members written.
+ * Counts beyond what bounds ask for are one. The comma and the quote are before the
+ * place, so that all keys that may follow make one trie. */
 typedef struct {
-    uint32_t first;                  /* rule of place (0, 0) */
+    uint32_t first; /* rule of place (0, 0) */
     uint32_t n_count, min, max;
-    bool     closable;               /* no member that is still ahead is required */
+    bool closable; /* no member that is still ahead is required */
 } places;
 
 static uint32_t place(const places *o, uint32_t i, uint32_t count)
@@ -997,7 +1065,8 @@ static hx_ref after_value(schema *s, const places *o, uint32_t i, uint32_t count
 {
     hx_ir *ir = s->ir;
     const hx_ref comma = count > 0 ? hx_json_comma(ir) : HX_EMPTY;
-    const hx_ref next = HX_SEQ(ir, comma, hx_ir_str(ir, "\""), hx_ir_goto(ir, place(o, i, count)));
+    const hx_ref next =
+        HX_SEQ(ir, comma, hx_ir_str(ir, "\""), hx_ir_goto(ir, place(o, i, count)));
 
     return HX_ALT(ir, o->closable && count >= o->min ? hx_ir_str(ir, "}") : HX_NONE,
                   count < o->max ? next : HX_NONE);
@@ -1010,19 +1079,18 @@ static hx_ref member(hx_ir *ir, hx_ref key, uint32_t rule, hx_ref then)
                   hx_ir_call(ir, rule), then);
 }
 
-static hx_ref place_body(schema *s, const places *o, uint32_t i, uint32_t count, hx_ref then)
+/* The members that may be written at place (i, count). */
+static hx_ref members_at(schema *s, const places *o, uint32_t i, uint32_t count)
 {
     hx_ir *ir = s->ir;
-    const prop *p = &s->prop.p[i];
+    const hx_ref then = after_value(s, o, HX_MIN(i + 1, s->prop.n), count + 1);
     hx_ref all = HX_NONE;
 
-    if (i < s->prop.n) {
-        if (p->rule != 0)
-            all = member(ir, hx_json_name(ir, p->key), p->rule, then);
-        return HX_ALT(ir, all, p->required ? HX_NONE : hx_ir_goto(ir, place(o, i + 1, count)));
-    }
-    for (uint32_t k = 0; k < s->pattern.n; k++)
-        all = HX_ALT(ir, all, member(ir, s->pattern.p[k].key, s->pattern.p[k].rule, then));
+    if (i < s->prop.n && s->prop.p[i].rule != 0)
+        all = member(ir, hx_json_name(ir, s->prop.p[i].key), s->prop.p[i].rule, then);
+    for (uint32_t k = 0; i == s->prop.n && k < s->pattern.n; k++)
+        all =
+            HX_ALT(ir, all, member(ir, s->pattern.p[k].key, s->pattern.p[k].rule, then));
     return all;
 }
 
@@ -1031,7 +1099,8 @@ static bool plan_places(schema *s, const view *v, places *o)
     uint32_t n_required = 0;
 
     *o = (places) { .min = fold_bound(s, v, "minProperties", true),
-                    .max = fold_bound(s, v, "maxProperties", false), .closable = true };
+                    .max = fold_bound(s, v, "maxProperties", false),
+                    .closable = true };
     for (uint32_t k = 0; k < s->prop.n; k++)
         n_required += s->prop.p[k].required;
     if (o->min > o->max || n_required > o->max)
@@ -1063,16 +1132,22 @@ static hx_ref emit_object(schema *s, const view *v)
     if (ir->rc != 0 || !plan_places(s, v, &o))
         return HX_NONE;
     for (uint32_t i = s->prop.n; i != HX_IR_NO_END && ir->rc == 0; i--) {
-        const uint32_t behind = HX_MIN(i + 1, s->prop.n);
+        const bool required = i < s->prop.n && s->prop.p[i].required;
+        hx_ref here = HX_NONE;
 
-        for (uint32_t c = 0; c < o.n_count && ir->rc == 0; c++) {
-            const hx_ref then = after_value(s, &o, behind, c + 1);
-            const hx_ref body = place_body(s, &o, i, c, then);
+        for (uint32_t c = o.n_count; c-- > 0 && ir->rc == 0;) {
+            const bool last = i == s->prop.n || required;
+
+            /* The two largest counts lead to the same place. */
+            if (c + 2 != o.n_count)
+                here = members_at(s, &o, i, c);
+            const hx_ref skip = last ? HX_NONE : hx_ir_goto(ir, place(&o, i + 1, c));
+            const hx_ref body = HX_ALT(ir, here, skip);
 
             if (ir->rc == 0)
                 ir->rule.p[place(&o, i, c)].body = body;
         }
-        o.closable &= i == s->prop.n || !s->prop.p[i].required;
+        o.closable &= !required;
     }
     return HX_SEQ(ir, hx_ir_str(ir, "{"), after_value(s, &o, 0, 0));
 }
@@ -1106,6 +1181,8 @@ static hx_ref emit_view(schema *s, const view *v)
 
     if (v->n == 0)
         return hx_json_any(s->ir);
+    if (!hx_ir_work(s->ir, 100 * (uint64_t)v->n))
+        return HX_NONE;
     for (uint32_t i = 0; i < v->n; i++) {
         const part p = s->part.p[v->at + i];
 
@@ -1117,13 +1194,16 @@ static hx_ref emit_view(schema *s, const view *v)
     return emit_listed(s, v, &e) ? e : emit_types(s, v);
 }
 
-/* json_parse() recurses and calls what is too deep malformed; this is a limit. */
-static bool is_shallow(hx_ir *ir, hx_str text)
+/* Looks for what would make parsing itself slow: depth, and elements by the hundred
+ * thousand. */
+static bool is_small(hx_ir *ir, hx_str text)
 {
-    uint32_t depth = 0;
+    uint32_t depth = 0, elements = 0;
     bool in_string = false;
 
-    for (size_t i = 0; i < text.n; i++) {
+    if (text.n > ir->opt.source_bytes)
+        hx_ir_over(ir, "source_bytes");
+    for (size_t i = 0; i < text.n && ir->rc == 0; i++) {
         const char c = text.p[i];
 
         if (in_string && c == '\\')
@@ -1134,28 +1214,33 @@ static bool is_shallow(hx_ir *ir, hx_str text)
             depth++;
         else if (!in_string && (c == '}' || c == ']'))
             depth -= depth > 0;
+        else if (!in_string && c == ',')
+            elements++;
         if (depth > ir->opt.nesting)
-            return hx_ir_over(ir, "nesting") == 0;
+            hx_ir_over(ir, "nesting");
+        else if (elements > ir->opt.nodes / 4)
+            hx_ir_over(ir, "nodes");
     }
-    return true;
+    return ir->rc == 0;
 }
 
-hx_ref hx_schema_parse(hx_ir *ir, hx_str source)
+hx_ref hx_schema_parse(hx_ir *ir, hx_str source, hx_str at)
 {
     schema s = { .ir = ir };
     hx_json *root = NULL;
     uint32_t rule = 0;
 
-    if (source.n > ir->opt.source_bytes)
-        hx_ir_over(ir, "source_bytes");
-    if (ir->rc != 0 || !is_shallow(ir, source))
+    if (ir->rc != 0 || !is_small(ir, source))
         return HX_NONE;
     if ((ir->rc = hx_json_parse(&root, source, (int)ir->opt.nesting + 1, ir->err)) != 0)
         return HX_NONE;
     s.root = root;
     if (HX_PUSH(ir, s.slot, SLOTS) && HX_PUSH(ir, s.view, 1)) {
+        const hx_json *top = at.p == NULL ? root : resolve(&s, at);
+
         begin_view(&s);
-        add_schema(&s, root);
+        if (ir->rc == 0)
+            add_schema(&s, top);
         rule = end_view(&s);
         for (uint32_t i = 1; i < s.view.n && ir->rc == 0; i++) {
             const view v = s.view.p[i];
@@ -1165,14 +1250,14 @@ hx_ref hx_schema_parse(hx_ir *ir, hx_str source)
                 ir->rule.p[v.rule].body = body;
         }
     }
-    hx_free(s.part.p);
-    hx_free(s.view.p);
-    hx_free(s.slot.p);
-    hx_free(s.now.p);
-    hx_free(s.path.p);
-    hx_free(s.prop.p);
-    hx_free(s.pattern.p);
-    hx_free(s.word.p);
+    HX_DROP(ir, s.part);
+    HX_DROP(ir, s.view);
+    HX_DROP(ir, s.slot);
+    HX_DROP(ir, s.now);
+    HX_DROP(ir, s.path);
+    HX_DROP(ir, s.prop);
+    HX_DROP(ir, s.pattern);
+    HX_DROP(ir, s.word);
     hx_json_free(root);
     return ir->rc == 0 ? call(&s, rule) : HX_NONE;
 }

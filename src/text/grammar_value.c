@@ -1,5 +1,5 @@
-/* grammar_value.c - JSON values as grammar expressions: strings, numbers in a range, given
- * values, any value; and the formats of strings.
+/* grammar_value.c - JSON values as grammar expressions: strings, numbers in a range,
+ * given values, any value; and the formats of strings.
  *
  * Called by the schema front end and grammar.c. White space is at most one space behind
  * "," and ":". Numbers are bounded in length, so that a model cannot write digits for
@@ -65,7 +65,8 @@ hx_ref hx_json_string(hx_ir *ir, uint32_t min, uint32_t max)
     }
     if (min <= 1 && max == HX_IR_NO_END)
         return hx_ir_call(ir, min == 0 ? ir->string_rule : ir->word_rule);
-    return quoted(ir, hx_ir_rep(ir, hx_ir_call(ir, ir->text_rule), min, max, HX_REP_COUNT));
+    return quoted(ir,
+                  hx_ir_rep(ir, hx_ir_call(ir, ir->text_rule), min, max, HX_REP_COUNT));
 }
 
 hx_ref hx_json_name(hx_ir *ir, hx_str name)
@@ -91,8 +92,8 @@ hx_ref hx_json_comma(hx_ir *ir)
 /* open [one {comma one}] close */
 static hx_ref list_of(hx_ir *ir, const char *open, hx_ref one, const char *close)
 {
-    const hx_ref more = hx_ir_rep(ir, HX_SEQ(ir, hx_json_comma(ir), one), 0, HX_IR_NO_END,
-                                  HX_REP_EXPAND);
+    const hx_ref more =
+        hx_ir_rep(ir, HX_SEQ(ir, hx_json_comma(ir), one), 0, HX_IR_NO_END, HX_REP_EXPAND);
 
     return HX_SEQ(ir, hx_ir_str(ir, open), hx_ir_opt(ir, HX_SEQ(ir, one, more)),
                   hx_ir_str(ir, close));
@@ -101,11 +102,13 @@ static hx_ref list_of(hx_ir *ir, const char *open, hx_ref one, const char *close
 static void make_any(hx_ir *ir)
 {
     const hx_str no_name = { NULL, 0 };
-    const uint32_t value = hx_ir_rule_new(ir, no_name), object = hx_ir_rule_new(ir, no_name),
+    const uint32_t value = hx_ir_rule_new(ir, no_name),
+                   object = hx_ir_rule_new(ir, no_name),
                    array = hx_ir_rule_new(ir, no_name);
     const hx_ref string = hx_json_string(ir, 0, HX_IR_NO_END);
-    const hx_ref member = HX_SEQ(ir, string, hx_ir_str(ir, ":"),
-                                 hx_ir_opt(ir, hx_ir_str(ir, " ")), hx_ir_call(ir, value));
+    const hx_ref member =
+        HX_SEQ(ir, string, hx_ir_str(ir, ":"), hx_ir_opt(ir, hx_ir_str(ir, " ")),
+               hx_ir_call(ir, value));
     const hx_ref any = HX_ALT(ir, hx_ir_call(ir, object), hx_ir_call(ir, array), string,
                               hx_json_number(ir), hx_ir_str(ir, "true"),
                               hx_ir_str(ir, "false"), hx_ir_str(ir, "null"));
@@ -153,8 +156,8 @@ static hx_ref literal_members(hx_ir *ir, const hx_json *v)
         const hx_json *one = object ? hx_json_member(v, i, &key) : hx_json_at(v, i);
 
         e = HX_SEQ(ir, e, i > 0 ? hx_json_comma(ir) : HX_EMPTY,
-                   object ? HX_SEQ(ir, quoted(ir, hx_json_name(ir, key)), hx_ir_str(ir, ":"),
-                                   hx_ir_opt(ir, hx_ir_str(ir, " ")))
+                   object ? HX_SEQ(ir, quoted(ir, hx_json_name(ir, key)),
+                                   hx_ir_str(ir, ":"), hx_ir_opt(ir, hx_ir_str(ir, " ")))
                           : HX_EMPTY,
                    hx_json_literal(ir, one));
     }
@@ -180,8 +183,10 @@ hx_ref hx_json_literal(hx_ir *ir, const hx_json *v)
 
 hx_ref hx_json_number(hx_ir *ir)
 {
-    return hx_regex_parse(ir, HX_STR("-?(0|[1-9][0-9]{0,18})(\\.[0-9]{1,15})?"
-                                     "([eE][+-]?[0-9]{1,2})?"), false, false);
+    return hx_regex_parse(ir,
+                          HX_STR("-?(0|[1-9][0-9]{0,18})(\\.[0-9]{1,15})?"
+                                 "([eE][+-]?[0-9]{1,2})?"),
+                          false, false);
 }
 
 hx_ref hx_json_integer(hx_ir *ir)
@@ -253,13 +258,13 @@ int hx_decimal_cmp(const hx_decimal *a, const hx_decimal *b)
 typedef struct {
     hx_ir *ir;
     hx_decimal lo, hi;
-    bool     has_hi;
-    int      len;                    /* digits before the point, of the numbers at hand */
-    int      frac;
+    bool has_hi;
+    int len; /* digits before the point, of the numbers at hand */
+    int frac;
     uint32_t mod;
-    hx_ref   *rest;                  /* [mod][INT_MAX_DIGITS] free digits, by remainder and
-                                      * digits left; 0: not made */
-    hx_ref    digit[10];
+    hx_ref *rest; /* [mod][INT_MAX_DIGITS] free digits, by remainder and
+                   * digits left; 0: not made */
+    hx_ref digit[10];
 } ranger;
 
 enum { INT_MAX_DIGITS = 41 };
@@ -282,7 +287,8 @@ static hx_ref digits(hx_ir *ir, int lo, int hi)
 {
     if (lo > hi)
         return HX_NONE;
-    return hx_ir_set(ir, &(hx_range) { (uint32_t)('0' + lo), (uint32_t)('0' + hi) }, 1, false);
+    return hx_ir_set(ir, &(hx_range) { (uint32_t)('0' + lo), (uint32_t)('0' + hi) }, 1,
+                     false);
 }
 
 static hx_ref any_digits(hx_ir *ir, int min, int max)
@@ -316,7 +322,8 @@ static hx_ref free_digits(ranger *r, uint32_t left, int n)
 
         *go = hx_ir_goto(ir, rule);
         for (uint32_t d = 0; d < 10; d++)
-            way[d] = HX_SEQ(ir, r->digit[d], free_digits(r, (left * 10 + d) % r->mod, n - 1));
+            way[d] =
+                HX_SEQ(ir, r->digit[d], free_digits(r, (left * 10 + d) % r->mod, n - 1));
         const hx_ref body = hx_ir_alt(ir, way, 10);
         if (ir->rc == 0)
             ir->rule.p[rule].body = body;
@@ -328,7 +335,8 @@ static hx_ref free_fraction(const ranger *r, int pos)
 {
     if (pos > 0)
         return any_digits(r->ir, 0, r->frac - pos);
-    return hx_ir_opt(r->ir, HX_SEQ(r->ir, hx_ir_str(r->ir, "."), any_digits(r->ir, 1, r->frac)));
+    return hx_ir_opt(r->ir,
+                     HX_SEQ(r->ir, hx_ir_str(r->ir, "."), any_digits(r->ir, 1, r->frac)));
 }
 
 /* What may stand from position pos on, given the remainder of what came before. */
@@ -344,7 +352,8 @@ static hx_ref digits_from(ranger *r, int pos, bool tight_lo, bool tight_hi, uint
         return HX_NONE;
     if (!tight_lo && !tight_hi && !first)
         return pos >= 0 ? (r->frac > 0 ? free_fraction(r, pos)
-                                       : left == 0 ? HX_EMPTY : HX_NONE)
+                           : left == 0 ? HX_EMPTY
+                                       : HX_NONE)
                         : HX_SEQ(ir, free_digits(r, left, -pos),
                                  r->frac > 0 ? free_fraction(r, 0) : HX_EMPTY);
     if (pos >= 0 && left == 0 && may_end(r, pos, tight_lo, tight_hi))
@@ -389,8 +398,9 @@ static hx_ref magnitudes(ranger *r)
         hx_ir_fail(r->ir, HX_EUNSUP, "schema: a bound of more than %d digits",
                    INT_MAX_DIGITS - 1);
     for (r->len = from; r->len <= to && r->ir->rc == 0; r->len++)
-        all = HX_ALT(r->ir, all,
-                     digits_from(r, -r->len, r->len == from, r->has_hi && r->len == to, 0));
+        all =
+            HX_ALT(r->ir, all,
+                   digits_from(r, -r->len, r->len == from, r->has_hi && r->len == to, 0));
     return all;
 }
 
@@ -415,7 +425,7 @@ static hx_ref one_sign(hx_ir *ir, const hx_decimal *lo, const hx_decimal *hi, in
 hx_ref hx_json_range(hx_ir *ir, const hx_decimal *lo, const hx_decimal *hi, int frac,
                      uint32_t mod)
 {
-    HX_VEC(hx_ref) rest = { 0 };
+    hx_refs rest = { 0 };
     const bool hi_below = hi != NULL && (hi->negative || (hi->n == 0 && hi->strict));
     hx_ref below = HX_NONE, above = HX_NONE;
 
@@ -425,19 +435,20 @@ hx_ref hx_json_range(hx_ir *ir, const hx_decimal *lo, const hx_decimal *hi, int 
         below = HX_SEQ(ir, hx_ir_str(ir, "-"),
                        one_sign(ir, hi_below ? hi : NULL, lo, frac, mod, rest.p));
     if (!hi_below)
-        above = one_sign(ir, lo != NULL && !lo->negative ? lo : NULL, hi, frac, mod, rest.p);
-    hx_free(rest.p);
+        above =
+            one_sign(ir, lo != NULL && !lo->negative ? lo : NULL, hi, frac, mod, rest.p);
+    HX_DROP(ir, rest);
     return HX_ALT(ir, above, below);
 }
 
 /* ---- formats --------------------------------------------------------- */
 
 #define MONTH_DAY                                                                        \
-    "((0[13578]|1[02])-(0[1-9]|[12]\\d|3[01])|(0[469]|11)-(0[1-9]|[12]\\d|30)|"           \
+    "((0[13578]|1[02])-(0[1-9]|[12]\\d|3[01])|(0[469]|11)-(0[1-9]|[12]\\d|30)|"          \
     "02-(0[1-9]|1\\d|2[0-8]))"
 /* Years 1000 to 9999; 29 February in those that divide by 4, but for 100, but for 400. */
 #define DATE                                                                             \
-    "([1-9]\\d{3}-" MONTH_DAY "|([1-9]\\d(0[48]|[2468][048]|[13579][26])|"                \
+    "([1-9]\\d{3}-" MONTH_DAY "|([1-9]\\d(0[48]|[2468][048]|[13579][26])|"               \
     "([2468][048]|[13579][26])00)-02-29)"
 #define TIME                                                                             \
     "([01]\\d|2[0-3]):[0-5]\\d:[0-5]\\d(\\.\\d{1,9})?(Z|[+-]([01]\\d|2[0-3]):[0-5]\\d)"
@@ -449,7 +460,9 @@ hx_ref hx_json_range(hx_ir *ir, const hx_decimal *lo, const hx_decimal *hi, int 
 
 const char *hx_json_format(hx_str name)
 {
-    static const struct { const char *name, *regex; } formats[] = {
+    static const struct {
+        const char *name, *regex;
+    } formats[] = {
         { "date", DATE },
         { "time", TIME },
         { "date-time", DATE "T" TIME },
@@ -457,9 +470,10 @@ const char *hx_json_format(hx_str name)
         { "email", ATOM "(\\." ATOM ")*@(" LABEL "\\.)+[A-Za-z]{2,24}" },
         { "hostname", "(" LABEL "\\.)*" LABEL },
         { "ipv4", "(" OCTET "\\.){3}" OCTET },
-        { "uri", "[A-Za-z][A-Za-z0-9+.-]*:(//(" PCHAR "*|\\[[0-9A-Fa-f:.]+\\](:\\d{1,5})?)"
-                 "(/" PCHAR "*)*|/?" PCHAR "+(/" PCHAR "*)*)"
-                 "(\\?(" PCHAR "|[/?])*)?(#(" PCHAR "|[/?])*)?" },
+        { "uri",
+          "[A-Za-z][A-Za-z0-9+.-]*:(//(" PCHAR "*|\\[[0-9A-Fa-f:.]+\\](:\\d{1,5})?)"
+          "(/" PCHAR "*)*|/?" PCHAR "+(/" PCHAR "*)*)"
+          "(\\?(" PCHAR "|[/?])*)?(#(" PCHAR "|[/?])*)?" },
     };
 
     for (size_t i = 0; i < HX_LEN(formats); i++)

@@ -3,15 +3,15 @@
  *
  * jinja_parse.c  source -> tree, all errors of form
  * jinja.c        the public calls, scopes, statements, expressions
- * jinja_val.c    strings with marks, containers, str(), repr(), JSON, comparison
- * jinja_text.c   Python's str: case, strip, split, and the table of its methods
- * jinja_call.c   filters, tests, other methods and global functions: one table each
- * jinja_format.c "%" formatting, str.format and strftime
+ * jinja_val.c    values, and the table of filters, tests, methods and functions
  *
  * Meaning follows jinja2 3.1 on Python 3.11 as HuggingFace sets it up (immutable sandbox,
- * trim_blocks, lstrip_blocks, loop controls). Values never change once made, except
- * namespaces, so they are shared freely and cannot form cycles except through those.
- * All memory of a run comes from one capped arena and goes at its end. */
+ * trim_blocks, lstrip_blocks, loop controls); letters change case one for one, but for
+ * "ß". Values never change once made, except namespaces, so they are shared freely.
+ * All memory of a run comes from one capped arena and goes at its end.
+ *
+ * The first error sticks in vm->rc; from then on everything is a harmless step towards
+ * the end, so only loops and dereferences look at it. */
 #ifndef HX_JINJA_AST_H
 #define HX_JINJA_AST_H
 
@@ -21,9 +21,9 @@
 #define HX_J_MEM_MAX    ((size_t)32 << 20) /* bytes of a tree; of values in one run … */
 #define HX_J_MEM_OUT    8                  /* … and as many more per byte of output */
 #define HX_J_DEPTH_MAX  600                /* nesting of running constructs, of data */
-#define HX_J_NEST_MAX   300                /* nesting in the source, per construct */
+#define HX_J_NEST_MAX   300                /* nesting in the source */
 #define HX_J_MACRO_MAX  100                /* macros inside macros, running */
-#define HX_J_ARGS_MAX   5                  /* named parameters of a builtin */
+#define HX_J_ARGS_MAX   4                  /* named parameters of a builtin */
 
 typedef struct hx_jvm hx_jvm;
 typedef struct hx_jval hx_jval;
@@ -33,20 +33,18 @@ typedef struct hx_jbuiltin hx_jbuiltin;
 /* ---- values ---------------------------------------------------------- */
 
 typedef enum {
-    HX_J_ABSENT, /* no value at all: an argument not given, a slot not set */
+    HX_J_ABSENT, /* no value at all: an argument not given, a name not set */
     HX_J_UNDEF,
     HX_J_NONE,
     HX_J_BOOL,
     HX_J_INT,
     HX_J_FLOAT,
-    HX_J_BIG, /* an integer over 64 bits from vars: carried, not calculated with */
+    HX_J_BIG, /* an integer over 64 bits from vars: printed, not calculated with */
     HX_J_STR,
     HX_J_LIST,
     HX_J_TUPLE,
     HX_J_DICT,
-    HX_J_RANGE,
-    HX_J_VIEW,
-    HX_J_GEN,
+    HX_J_VIEW, /* dict.items(), range(), generators: to iterate over, no more */
     HX_J_SPACE,
     HX_J_MACRO,
     HX_J_FUNC,
@@ -54,76 +52,40 @@ typedef enum {
     HX_J_LOOP
 } hx_jtype;
 
-/* Why a value is undefined; decides the sentence when it is used. */
-typedef enum { HX_J_NO_NAME, HX_J_NO_ATTR, HX_J_NO_ITEM, HX_J_HINT } hx_jwhy;
-typedef enum { HX_J_ITEMS, HX_J_KEYS, HX_J_VALUES } hx_jview;
-
-/* UTF-8 text. A uniform string needs no marks. */
+/* UTF-8 text. */
 typedef struct {
     const char *p;
-    size_t n, len;        /* bytes, code points */
+    size_t n;
     const uint8_t *mark;  /* [n] nonzero: from vars; NULL: all bytes are `user` */
     struct hx_jbuf *tail; /* buffer whose contents this is, or NULL */
     bool user;
     bool safe; /* went through `safe` or `escape`: "+" escapes its partner */
 } hx_jstr;
 
+/* A dict has its keys and values by turns, in the order of insertion. */
 typedef struct {
-    const hx_jval *v;
-    size_t n;
-} hx_jseq;
-typedef struct {
-    int64_t start, step;
-    size_t n;
-    int64_t stop;
-} hx_jrange;
+    hx_jvm *vm; /* where it grows */
+    hx_jval *v;
+    size_t n, cap;
+} hx_jlist;
 
 struct hx_jval {
-    uint8_t t;   /* hx_jtype */
-    uint8_t why; /* UNDEF: hx_jwhy; VIEW: hx_jview */
-    uint8_t of;  /* UNDEF: hx_jtype that lacks it */
+    uint8_t t;  /* hx_jtype */
+    uint8_t of; /* UNDEF: hx_jtype that lacks s; ABSENT: s is a name that is not set */
+    bool flag;  /* UNDEF: s is the whole complaint; VIEW: a generator, true and without
+                 * length even when empty */
     union {
-        bool b;
-        int64_t i; /* also UNDEF with NO_ITEM */
+        int64_t i; /* INT, BOOL */
         double d;
-        const hx_jstr *s;   /* also BIG; UNDEF: the name, or the sentence (HINT) */
-        const hx_jseq *q;   /* LIST, TUPLE, VIEW */
-        struct hx_jdict *m; /* DICT, SPACE */
-        const hx_jrange *r;
-        struct hx_jgen *g;
+        const hx_jstr *s;  /* STR, BIG, UNDEF */
+        const hx_jlist *q; /* LIST, TUPLE, VIEW, DICT */
+        hx_jlist *m;       /* SPACE: as a dict */
         const struct hx_jmacro *mac;
         const hx_jbuiltin *fn;
         const struct hx_jmethod *met;
         struct hx_jloop *loop;
     } u;
 };
-
-typedef struct {
-    hx_jval k, v;
-} hx_jpair;
-
-/* Insertion order. order: positions sorted by key bytes, made at the first look-up in a
- * large dict all of whose keys are strings: no hash that a stranger could attack. */
-typedef struct hx_jdict {
-    hx_jpair *e;
-    size_t n, cap;
-    uint32_t *order;
-    size_t n_order;
-} hx_jdict;
-
-/* i counts elements; bytes for strings. */
-typedef struct {
-    hx_jval src;
-    size_t i;
-} hx_jiter;
-
-/* A lazy, single-pass sequence, as Python's generators are. */
-typedef struct hx_jgen {
-    int (*next)(hx_jvm *vm, struct hx_jgen *g, hx_jval *out); /* 1, 0: end, or an error */
-    hx_jiter it;
-    bool begun;
-    void *state;
-} hx_jgen;
 
 typedef struct hx_jmethod {
     hx_jval self;
@@ -135,11 +97,11 @@ typedef struct hx_jmethod {
 typedef enum {
     /* expressions              a, b, c */
     HX_N_CONST, /*  val */
-    HX_N_NAME,  /*  sym; as a macro parameter a is its default */
+    HX_N_NAME,  /*  sym; as a macro parameter val is its name, a its default */
     HX_N_BODY,  /*  what a block filter or block set captured */
     HX_N_LIST,
     HX_N_TUPLE, /*  a: items, linked by next; n of them */
-    HX_N_DICT,  /*  a: key, value, key, value …; n pairs */
+    HX_N_DICT,  /*  a: key, value, key, value … */
     HX_N_NOT,
     HX_N_NEG,
     HX_N_POS,
@@ -151,27 +113,22 @@ typedef enum {
     HX_N_COND,    /*  a if b else c */
     HX_N_ATTR,    /*  a . val */
     HX_N_ITEM,    /*  a [ b ] */
-    HX_N_SLICE,   /*  a [ b ], b a SLICE3 */
-    HX_N_SLICE3,  /*  a:b:c, any may be NULL */
+    HX_N_SLICE,   /*  a [ b : c : els ], any but a may be NULL */
     HX_N_CALL,    /*  a ( b ), b: list of arguments, KEYWORD last */
     HX_N_KEYWORD, /*  val = a */
     HX_N_FILTER,  /*  a | fn ( b ); fn NULL: val names it, unknown */
     HX_N_TEST,    /*  a is fn ( b ) */
     /* statements */
-    HX_N_TEXT,         /*  val */
     HX_N_PRINT,        /*  a */
     HX_N_IF,           /*  a: test; body; els */
     HX_N_FOR,          /*  a: target; b: iterated; c: test; body; els */
-    HX_N_SET,          /*  a: target; b: value */
-    HX_N_SET_BLOCK,    /*  a: target; b: filters around BODY; body */
+    HX_N_SET,          /*  a: target; b: value; op 1: b filters around BODY; body */
     HX_N_NS_TARGET,    /*  sym . val */
-    HX_N_MACRO,        /*  sym; val: name; a: parameters, n of them; flag: caller */
-    HX_N_CALL_BLOCK,   /*  as MACRO without a name; b: the call */
-    HX_N_FILTER_BLOCK, /*  a: filters around BODY; body */
-    HX_N_WITH,         /*  a: targets; b: values; body */
-    HX_N_SCOPE,        /*  body */
+    HX_N_MACRO,        /*  sym; val: name; a: parameters, n of them; body */
+    HX_N_FILTER_BLOCK, /*  b: filters around BODY; body */
     HX_N_BREAK,
-    HX_N_CONTINUE
+    HX_N_CONTINUE,
+    HX_N_COUNT
 } hx_jkind;
 
 typedef enum {
@@ -181,7 +138,6 @@ typedef enum {
     HX_OP_DIV,
     HX_OP_FLOORDIV,
     HX_OP_MOD,
-    HX_OP_POW,
     HX_OP_CAT,
     HX_OP_EQ,
     HX_OP_NE,
@@ -195,8 +151,6 @@ typedef enum {
 
 struct hx_jnode {
     uint8_t kind, op; /* hx_jkind, hx_jop */
-    bool flag;
-    uint16_t depth; /* of the tree below, itself included */
     int line;
     uint32_t sym, n;
     hx_jnode *a, *b, *c, *body, *els, *next;
@@ -204,15 +158,15 @@ struct hx_jnode {
     const hx_jbuiltin *fn;
 };
 
-/* Symbols that the interpreter itself sets. */
-enum { HX_J_SYM_LOOP, HX_J_SYM_CALLER };
+enum { HX_J_SYM_LOOP }; /* the symbol that the interpreter itself sets */
 
 struct hx_jinja {
     hx_arena mem;
     char *name;
     hx_jnode *body;
     hx_str *sym; /* [n_sym] names; ids are indices */
-    uint32_t n_sym, cap_sym;
+    uint32_t n_sym;
+    size_t cap_sym;
 };
 
 /* ---- the machine ----------------------------------------------------- */
@@ -225,7 +179,7 @@ typedef struct {
 typedef struct hx_jframe {
     struct hx_jframe *up;
     hx_jslot *slot;
-    uint32_t n, cap;
+    size_t n, cap;
     bool captured; /* a macro refers to it: must not be reused */
 } hx_jframe;
 
@@ -234,6 +188,7 @@ struct hx_jvm {
     const hx_jinja *t;
     hx_arena *mem;
     hx_err *err;
+    int rc; /* of the first error */
     const char *name;
     int line, depth, n_macro;
     int64_t steps, max_steps, now_s;
@@ -250,84 +205,59 @@ typedef struct hx_jmacro {
 } hx_jmacro;
 
 typedef struct hx_jloop {
-    hx_jiter it;
-    const hx_jnode *def;
+    const hx_jlist *q; /* what is iterated, at: the next of it to look at */
+    size_t at;
+    const hx_jnode *def, *test;
     hx_jframe *scope;
-    hx_jval prev, cur, peek, changed;
-    int64_t index0, n; /* n -1: not known yet */
-    bool ended;
-    bool tested; /* what it still holds has passed the test already */
+    hx_jval prev, cur, peek;
+    int64_t index0;
 } hx_jloop;
 
-typedef struct {
-    const hx_jval *v; /* [n], then [n_key] values of keywords */
-    size_t n, n_key;
-    const hx_jstr **key;
-} hx_jargs;
-
-typedef struct {
-    hx_jval self;
-    hx_jval a[HX_J_ARGS_MAX]; /* bound to the names of the builtin; ABSENT if not given */
-    const hx_jargs *raw;
-    int arg; /* of the builtin */
-} hx_jcall;
-
-/* params: names in order, "?" after optional ones; "*": the function reads raw itself. fn
- * NULL: known and refused, params says why. */
-struct hx_jbuiltin {
-    const char *name;
-    int (*fn)(hx_jvm *vm, const hx_jcall *c, hx_jval *out);
-    const char *params;
-    int arg; /* tells functions apart that share fn */
-};
-
-/* "name:line: …" in vm->err. */
-int hx_jvm_fail(hx_jvm *vm, int code, const char *fmt, ...) HX_PRINTF(3, 4);
-void *hx_jvm_alloc(hx_jvm *vm, size_t n, size_t size); /* NULL: vm->err is filled */
-int hx_jvm_work(hx_jvm *vm, size_t units);             /* counts steps */
-int hx_jvm_enter(hx_jvm *vm);                          /* pairs with vm->depth-- */
+/* Fills vm->err with "name:line: …"; returns None, for callers that return a value. */
+hx_jval hx_jvm_fail(hx_jvm *vm, int code, const char *fmt, ...) HX_PRINTF(3, 4);
+void *hx_jvm_alloc(hx_jvm *vm, size_t n, size_t size); /* zeroed; NULL: vm->rc is set */
+/* Room for item n of p[*cap]: p or a copy; NULL: vm->rc is set. */
+void *hx_jvm_grow(hx_jvm *vm, void *p, size_t n, size_t *cap, size_t size);
+bool hx_jvm_work(hx_jvm *vm, size_t units); /* counts steps; false: over */
+bool hx_jvm_enter(hx_jvm *vm);              /* true: pairs with vm->depth-- */
 
 /* Source to tree: fills t->body and the symbols. */
 int hx_jinja_parse(hx_jinja *t, hx_str source, hx_err *err);
 
-/* ---- jinja_val.c ----------------------------------------------------- */
+hx_jval hx_jinja_item(hx_jvm *vm, hx_jval obj, hx_jval key); /* obj[key] */
+hx_jval hx_jinja_binary(hx_jvm *vm, hx_jop op, hx_jval a, hx_jval b);
 
-/* Growable text in the arena; a failure stays in rc and is reported by hx_jbuf_done(). */
+/* ---- jinja_val.c: text ----------------------------------------------- */
+
+/* Growable text in the arena. */
 typedef struct hx_jbuf {
     hx_jvm *vm;
     char *p;
     uint8_t *mark;
     size_t n, cap, max; /* max 0: no bound */
     bool user;
-    int rc;
 } hx_jbuf;
 
+bool hx_jbuf_reserve(hx_jbuf *b, size_t n);
 void hx_jbuf_add(hx_jbuf *b, const char *p, size_t n, const uint8_t *mark, bool user);
 void hx_jbuf_lit(hx_jbuf *b, const char *s);
-void hx_jbuf_pad(hx_jbuf *b, char c, size_t n);
 void hx_jbuf_sub(hx_jbuf *b, const hx_jstr *s, size_t off, size_t n);
 void hx_jbuf_put(hx_jbuf *b, const hx_jstr *s);
-/* One code point with the mark of byte off of s. */
-void hx_jbuf_cp(hx_jbuf *b, uint32_t cp, const hx_jstr *s, size_t off);
-int hx_jbuf_done(hx_jbuf *b, hx_jval *out);
-int hx_jbuf_done_safe(hx_jbuf *b, bool safe, hx_jval *out);
+hx_jval hx_jbuf_done(hx_jbuf *b, bool safe);
 
-int hx_jstr_new(hx_jvm *vm, const char *p, size_t n, bool user, hx_jval *out);
-int hx_jstr_copy(hx_jvm *vm, const char *p, size_t n, hx_jval *out);
-int hx_jstr_sub(hx_jvm *vm, const hx_jstr *s, size_t off, size_t n, hx_jval *out);
-int hx_jstr_cat(hx_jvm *vm, const hx_jstr *a, const hx_jstr *b, hx_jval *out);
-int hx_jstr_safe(hx_jvm *vm, const hx_jstr *s, hx_jval *out);
-int hx_jstr_escape(hx_jvm *vm, const hx_jstr *s, hx_jval *out);
+hx_jval hx_jstr_new(hx_jvm *vm, const char *p, size_t n, bool user); /* borrows p */
+hx_jval hx_jstr_sub(hx_jvm *vm, const hx_jstr *s, size_t off, size_t n);
+hx_jval hx_jstr_cat(hx_jvm *vm, const hx_jstr *a, const hx_jstr *b, bool safe);
+hx_jval hx_jstr_escape(hx_jvm *vm, const hx_jstr *s);
 bool hx_jstr_eq(const hx_jstr *a, const hx_jstr *b);
 bool hx_jstr_is(const hx_jstr *a, const char *b);
-int hx_jstr_order(const hx_jstr *a, const hx_jstr *b);
-/* Byte position of code point i (at most len). */
-int hx_jstr_seek(hx_jvm *vm, const hx_jstr *s, size_t i, size_t *off);
-/* First (last: rev) place of sub in [from, to), or SIZE_MAX. */
-size_t hx_jstr_find(const hx_jstr *s, const hx_jstr *sub, size_t from, size_t to,
-                    bool rev);
-uint32_t hx_jstr_cp(const hx_jstr *s, size_t off, size_t *n);
-bool hx_jinja_is_space(uint32_t cp);
+size_t hx_jstr_seek(hx_jvm *vm, const hx_jstr *s, size_t i); /* byte of code point i */
+size_t hx_jstr_len(const hx_jstr *s, size_t off);            /* bytes of the one at off */
+size_t hx_jstr_before(const char *p,
+                      size_t at);    /* where the one that ends at at begins */
+bool hx_jinja_is_space(uint32_t cp); /* str.isspace() */
+
+/* ---- jinja_val.c: values --------------------------------------------- */
 
 static inline hx_jval hx_jnone(void)
 {
@@ -335,7 +265,7 @@ static inline hx_jval hx_jnone(void)
 }
 static inline hx_jval hx_jbool(bool b)
 {
-    return (hx_jval) { .t = HX_J_BOOL, .u.b = b };
+    return (hx_jval) { .t = HX_J_BOOL, .u.i = b };
 }
 static inline hx_jval hx_jint(int64_t i)
 {
@@ -345,92 +275,68 @@ static inline hx_jval hx_jfloat(double d)
 {
     return (hx_jval) { .t = HX_J_FLOAT, .u.d = d };
 }
+static inline hx_jval hx_jtext(const hx_jstr *s)
+{
+    return (hx_jval) { .t = HX_J_STR, .u.s = s };
+}
+
+void hx_jlist_add(hx_jlist *l, hx_jval v);
+hx_jval hx_jlist_done(hx_jlist *l, hx_jtype t);
+/* The value of key k in a dict; NULL: it has none. */
+hx_jval *hx_jdict_find(hx_jvm *vm, const hx_jlist *d, hx_jval k);
+void hx_jdict_put(hx_jlist *d, hx_jval k, hx_jval v);
 
 const char *hx_jval_type(hx_jval v); /* Python's name of its type */
 bool hx_jval_truthy(hx_jval v);
 bool hx_jval_is_num(hx_jval v); /* bool, int, float */
 bool hx_jval_is_int(hx_jval v); /* bool, int */
-int64_t hx_jval_as_int(hx_jval v);
 double hx_jval_as_double(hx_jval v);
-int hx_jval_hint(hx_jvm *vm, const char *text,
-                 hx_jval *out);                 /* undefined with that text */
-int hx_jval_undef_error(hx_jvm *vm, hx_jval v); /* the error of using it */
-int hx_jval_list(hx_jvm *vm, hx_jtype t, size_t n, hx_jval **items, hx_jval *out);
-int hx_jval_str(hx_jvm *vm, hx_jval v, const hx_jstr **out); /* str() */
-int hx_jval_repr_str(hx_jvm *vm, hx_jval v, const hx_jstr **out);
-int hx_jval_repr(hx_jvm *vm, hx_jbuf *b, hx_jval v);
-int hx_jval_len(hx_jvm *vm, hx_jval v, size_t *n);
-int hx_jval_equal(hx_jvm *vm, hx_jval a, hx_jval b, bool *out);
-int hx_jval_compare(hx_jvm *vm, hx_jop op, hx_jval a, hx_jval b, bool *out);
-int hx_jval_contains(hx_jvm *vm, hx_jval in, hx_jval v, bool *out);
-int hx_jval_from_json(hx_jvm *vm, const hx_json *j, hx_jval *out);
-/* order[n] becomes positions of key sorted, stable. */
-int hx_jval_sort(hx_jvm *vm, const hx_jval *key, size_t n, bool reverse, uint32_t *order);
-hx_jval hx_jrange_at(const hx_jrange *r, size_t i);
+hx_jval hx_jval_hint(hx_jvm *vm, const char *fmt, ...) HX_PRINTF(2, 3); /* undefined */
+hx_jval hx_jval_misused(hx_jvm *vm, hx_jval undef); /* the error of using it */
+const hx_jstr *hx_jval_str(hx_jvm *vm, hx_jval v);  /* str(); never NULL */
+size_t hx_jval_len(hx_jvm *vm, hx_jval v);
+const hx_jlist *hx_jval_seq(hx_jvm *vm, hx_jval v); /* all it iterates over; never NULL */
+bool hx_jval_compare(hx_jvm *vm, hx_jop op, hx_jval a, hx_jval b);
+hx_jval hx_jval_from_json(hx_jvm *vm, const hx_json *j);
+
+/* ---- jinja_val.c: builtins ------------------------------------------- */
 
 typedef struct {
-    bool ascii, sort;
-    const hx_jstr *indent;     /* NULL: one line */
-    const hx_jstr *item, *key; /* separators */
-} hx_jdump;
-int hx_jval_dump(hx_jvm *vm, hx_jbuf *b, const hx_jdump *o, hx_jval v, size_t level);
+    hx_jlist pos, named; /* named as a dict */
+} hx_jargs;
 
-int hx_jdict_new(hx_jvm *vm, size_t cap, hx_jdict **out);
-bool hx_jdict_hashable(hx_jval k);
-int hx_jdict_get(hx_jvm *vm, hx_jdict *d, hx_jval k, hx_jval *out); /* 1 found, 0 not */
-int hx_jdict_put(hx_jvm *vm, hx_jdict *d, hx_jval k, hx_jval v);
+typedef struct {
+    hx_jval self;
+    hx_jval a[HX_J_ARGS_MAX]; /* bound to the names of the builtin; ABSENT if not given */
+    const hx_jargs *raw;
+    bool filter; /* self came through "|" */
+    int arg;     /* of the builtin */
+} hx_jcall;
 
-int hx_jiter_init(hx_jvm *vm, hx_jiter *it, hx_jval v);
-int hx_jiter_next(hx_jvm *vm, hx_jiter *it, hx_jval *out); /* 1, 0: end, or an error */
-/* All of v as a list. */
-int hx_jiter_list(hx_jvm *vm, hx_jval v, const hx_jseq **out);
+/* What a builtin may be called as. */
+enum {
+    HX_J_FILTER = 1,
+    HX_J_TEST = 2,
+    HX_J_GLOBAL = 4,
+    HX_J_OF_STR = 8,
+    HX_J_OF_DICT = 16,
+    HX_J_AS_TEXT = 32, /* self is turned into text first */
+    HX_J_ON_SAFE = 64  /* a method that has its plain meaning on safe text too */
+};
 
-/* ---- jinja.c --------------------------------------------------------- */
+struct hx_jbuiltin {
+    const char *name; /* and others it goes by */
+    hx_jval (*fn)(hx_jvm *vm, const hx_jcall *c);
+    const char *params; /* in order, "?" after optional ones; "*": fn reads raw itself */
+    uint8_t as;
+    int arg; /* tells functions apart that share fn */
+};
 
-int hx_jinja_attr(hx_jvm *vm, hx_jval obj, const hx_jstr *name,
-                  hx_jval *out);                                       /* obj.name */
-int hx_jinja_item(hx_jvm *vm, hx_jval obj, hx_jval key, hx_jval *out); /* obj[key] */
-int hx_jinja_binary(hx_jvm *vm, hx_jop op, hx_jval a, hx_jval b, hx_jval *out);
-int hx_jloop_peek(hx_jvm *vm, hx_jloop *l); /* fills l->peek unless ended */
-int hx_jloop_len(hx_jvm *vm, hx_jloop *l, int64_t *n);
-
-/* ---- jinja_text.c ---------------------------------------------------- */
-
-typedef enum {
-    HX_J_UPPER,
-    HX_J_LOWER,
-    HX_J_CAPITALIZE,
-    HX_J_TITLE,    /* the filter: words end at white space and brackets */
-    HX_J_STR_TITLE /* the method: words are runs of letters */
-} hx_jcase;
-
-extern const hx_jbuiltin hx_jtext_methods[]; /* ends with a NULL name */
-int hx_jtext_want(hx_jvm *vm, hx_jval v, const char *what, const hx_jstr **out);
-int hx_jtext_want_int(hx_jvm *vm, hx_jval v, const char *what, int64_t dflt,
-                      int64_t *out);
-int hx_jtext_case(hx_jvm *vm, const hx_jstr *s, hx_jcase to, hx_jval *out);
-bool hx_jtext_all_case(const hx_jstr *s, bool upper);
-int hx_jtext_strip(hx_jvm *vm, const hx_jstr *s, const hx_jstr *chars, bool left,
-                   bool right, hx_jval *out);
-int hx_jtext_replace(hx_jvm *vm, const hx_jstr *s, const hx_jstr *old, const hx_jstr *new,
-                     int64_t count, hx_jval *out); /* count -1: all */
-/* End of the line that starts at from; *after is where the next one starts. */
-size_t hx_jtext_line(const hx_jstr *s, size_t from, size_t *after);
-
-/* ---- jinja_call.c ---------------------------------------------------- */
-
-const hx_jbuiltin *hx_jcall_filter(hx_str name); /* NULL: no such filter */
-const hx_jbuiltin *hx_jcall_test(hx_str name);
-const hx_jbuiltin *hx_jcall_global(hx_str name);
-/* out: METHOD, or undefined where the sandbox refuses; 0 when the type has none such. */
-int hx_jcall_method(hx_jvm *vm, hx_jval obj, const hx_jstr *name, hx_jval *out);
-int hx_jcall_run(hx_jvm *vm, const hx_jbuiltin *fn, hx_jval self, const hx_jargs *args,
-                 hx_jval *out);
-
-/* ---- jinja_format.c -------------------------------------------------- */
-
-int hx_jformat_percent(hx_jvm *vm, const hx_jstr *fmt, hx_jval arg, hx_jval *out);
-int hx_jformat_braces(hx_jvm *vm, const hx_jstr *fmt, const hx_jargs *args, hx_jval *out);
-int hx_jformat_time(hx_jvm *vm, const hx_jstr *fmt, hx_jval *out);
+const hx_jbuiltin *hx_jcall_find(hx_str name, unsigned as); /* NULL: no such */
+/* as: FILTER, TEST or 0. */
+hx_jval hx_jcall_run(hx_jvm *vm, const hx_jbuiltin *fn, unsigned as, hx_jval self,
+                     const hx_jargs *args);
+/* true: *out is a METHOD. */
+bool hx_jcall_method(hx_jvm *vm, hx_jval obj, const hx_jstr *name, hx_jval *out);
 
 #endif

@@ -1,7 +1,6 @@
-/* jinja_test.c - the template interpreter (jinja, jinja_parse, jinja_val, jinja_text,
- * jinja_call, jinja_format) against jinja2's own output (renders.json and units.json,
- * made by tests/make_jinja_vectors.py), the published renders of GLM-5.3-Flash, and
- * tables of errors, limits and marks. */
+/* jinja_test.c - the template interpreter (jinja, jinja_parse, jinja_val) against
+ * jinja2's own output (renders.json and units.json, made by tests/make_jinja_vectors.py),
+ * the published renders of GLM-5.3-Flash, and tables of errors, limits and marks. */
 #include <pthread.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -232,8 +231,8 @@ static void test_units(void **state)
         "%zu units: %d texts agree, %d raise here as there, %d refused, %d differ\n",
         hx_json_len(rows), n.agree, n.raise, n.refused, n.differ);
     assert_int_equal(n.differ, 0);
-    /* Integers over 64 bits, complex powers, sets of dict views, indices with commas. */
-    assert_true(n.refused <= 125);
+    /* Repeated lists, "%" on text. */
+    assert_true(n.refused <= 12);
     hx_sb_free(&text);
     hx_json_free(all);
 }
@@ -267,12 +266,11 @@ static void test_errors(void **state)
         { "\n{{ raise_exception('no ' ~ 'way') }}", HX_EFORMAT, "t:2: no way" },
         { "{# a\nb #}\n{{ [][0] + 1 }}", HX_EFORMAT,
           "t:3: list object has no element 0" },
-        { "{%- raw %}\n\n{% endraw %}{{ 5() }}", HX_EFORMAT,
+        { "{%- if 1 %}\n\n{% endif %}{{ 5() }}", HX_EFORMAT,
           "t:3: 'int' object is not callable" },
         { "x\n{% for a in 5 %}{% endfor %}", HX_EFORMAT,
           "t:2: 'int' object is not iterable" },
-        { "{{ [].append(1) }}", HX_EFORMAT,
-          "t:1: access to attribute 'append' of 'list' object is unsafe" },
+        { "{{ [].append(1) }}", HX_EUNSUP, "t:1: the method \"append\" of a list" },
         { "\n\n{{ 'a' ", HX_EFORMAT, "t:3: template ends inside a tag" },
         { "{{ 1 }\n}", HX_EFORMAT, "t:1: unexpected \"}\"" },
         { "{% if 1 %}\n", HX_EFORMAT, "t:1: template ends; expected \"{% endif %}\"" },
@@ -293,12 +291,9 @@ static void test_errors(void **state)
         { "{% do x %}", HX_EUNSUP, "t:1: the tag \"do\"" },
         { "{% print x %}", HX_EUNSUP, "t:1: the tag \"print\"" },
         { "\n{% for a in b recursive %}{% endfor %}", HX_EUNSUP, "t:2: recursive loops" },
-        { "\n{{ x|groupby('a') }}", HX_EUNSUP, "t:2: filter \"groupby\" is not known" },
-        { "{{ x is frob }}", HX_EUNSUP, "t:1: test \"frob\" is not known" },
-        { "{{ cycler(1) }}", HX_EUNSUP,
-          "t:1: function \"cycler\": is outside the subset" },
-        { "{{ joiner() }}", HX_EUNSUP,
-          "t:1: function \"joiner\": is outside the subset" },
+        { "{% raw %}x{% endraw %}", HX_EUNSUP, "t:1: the tag \"raw\"" },
+        { "{% call m() %}{% endcall %}", HX_EUNSUP, "t:1: the tag \"call\"" },
+        { "{% with a = 1 %}{% endwith %}", HX_EUNSUP, "t:1: the tag \"with\"" },
         { "{% macro m() %}{{ varargs }}{% endmacro %}", HX_EUNSUP,
           "t:1: the special name \"varargs\"" },
         { "{% macro m() %}{{ kwargs }}{% endmacro %}", HX_EUNSUP,
@@ -309,24 +304,41 @@ static void test_errors(void **state)
         { "{{ 9223372036854775808 }}", HX_EUNSUP,
           "t:1: integer 9223372036854775808 is over 64 bits" },
         { "{{ größe }}", HX_EUNSUP, "t:1: name or sign that is not ASCII, inside a tag" },
+        { "{{ 2 ** 3 }}", HX_EUNSUP, "t:1: the operator \"**\"" },
+        { "{{ x[1, 2] }}", HX_EUNSUP, "t:1: more than one index in [ ]" },
+        { "{{ 0x10 }}", HX_EUNSUP, "t:1: number \"0x\"" },
+        { "{{ '\\101' }}", HX_EUNSUP, "t:1: escape \"\\1\" in a string" },
         { "{{ '\\N{DASH}' }}", HX_EUNSUP, "t:1: escape \"\\N\" in a string" },
         { "{{ '\\ud800' }}", HX_EUNSUP, "t:1: \\ud800 in a string is no character" },
         /* the same, seen only while running */
         { "{% if 1 %}\n{{ 's'|from_json }}{% endif %}", HX_EUNSUP,
           "t:2: filter \"from_json\" is not known" },
-        { "{{ 'a'.encode() }}", HX_EUNSUP, "t:1: str.encode is outside the subset" },
-        { "{{ [].index }}", HX_EUNSUP,
-          "t:1: the text of a builtin_function_or_method, which is an address" },
-        { "{{ 'a'|map('upper') }}", HX_EUNSUP,
-          "t:1: the text of a generator, which is an address" },
+        { "\n{{ x|groupby('a') }}", HX_EUNSUP, "t:2: filter \"groupby\" is not known" },
+        { "{{ x is frob }}", HX_EUNSUP, "t:1: test \"frob\" is not known" },
+        { "{{ [1]|map('frob')|list }}", HX_EUNSUP, "t:1: filter \"frob\" is not known" },
+        { "{{ cycler(1) }}", HX_EUNSUP, "t:1: function \"cycler\"" },
+        { "{{ joiner() }}", HX_EUNSUP, "t:1: function \"joiner\"" },
+        { "{{ 'a'.encode() }}", HX_EUNSUP, "t:1: the method \"encode\" of a str" },
+        { "{{ 'a'.upper }}", HX_EUNSUP, "t:1: the text of a method" },
+        { "{{ 'a'|map('upper') }}", HX_EUNSUP, "t:1: the text of a view" },
+        { "{{ {'a': 1}.items() }}", HX_EUNSUP, "t:1: the text of a view" },
+        { "{{ range(3)[0] }}", HX_EUNSUP, "t:1: items of a view" },
+        { "{{ [1] * 2 }}", HX_EUNSUP, "t:1: repeating a list" },
+        { "{{ {(1, 2): 3} }}", HX_EUNSUP, "t:1: unhashable type: 'tuple'" },
+        { "{% for x in [1] %}{{ loop.cycle('a') }}{% endfor %}", HX_EUNSUP,
+          "t:1: loop.cycle" },
         { "{{ 9223372036854775807 + 1 }}", HX_EUNSUP,
           "t:1: the result of \"+\" is over 64 bits" },
-        { "{{ 3 ** 80 }}", HX_EUNSUP, "t:1: the result of \"**\" is over 64 bits" },
-        { "{{ '%a' % 1 }}", HX_EUNSUP,
-          "t:1: format character at position 1 is not supported" },
-        { "{{ '{a.b}'.format(a=1) }}", HX_EUNSUP, "t:1: format fields with attributes" },
+        { "{{ '99999999999999999999'|int }}", HX_EUNSUP,
+          "t:1: integer 99999999999999999999 is over 64 bits" },
+        { "{{ '%s' % 1 }}", HX_EUNSUP, "t:1: formatting with \"%\"" },
+        { "{{ '{a.b}'.format(a=1) }}", HX_EUNSUP, "t:1: format: field {a.b}" },
+        { "{{ '{:>5}'.format(1) }}", HX_EUNSUP, "t:1: format: field {:>5}" },
+        { "{{ 'aaa'.rsplit('aa') }}", HX_EUNSUP,
+          "t:1: rsplit at separators that overlap" },
+        { "{{ 1.5|round(1, 'ceil') }}", HX_EUNSUP,
+          "t:1: round() with other arguments than \"precision?\"" },
         { "{{ strftime_now('%c') }}", HX_EUNSUP, "t:1: strftime_now: directive \"%c\"" },
-        { "{{ '１'|int }}", HX_EUNSUP, "t:1: numbers with digits that are not 0 to 9" },
         { "{{ ('a'|safe).replace('a', 'b') }}", HX_EUNSUP,
           "t:1: replace on text marked safe" },
         { "{{ loop }}{% for x in [1] %}{{ loop([]) }}{% endfor %}", HX_EUNSUP,
@@ -385,9 +397,9 @@ static void test_limits(void **state)
         { "{% for i in range(1000) %}0123456789{% endfor %}",
           { .max_bytes = 9999 },
           HX_ELIMIT },
-        /* the call, a thousand turns, the look for one more */
-        { "{% for i in range(1000) %}{% endfor %}", { .max_steps = 1002 }, 0 },
-        { "{% for i in range(1000) %}{% endfor %}", { .max_steps = 1001 }, HX_ELIMIT },
+        /* the call and a thousand turns */
+        { "{% for i in range(1000) %}{% endfor %}", { .max_steps = 1001 }, 0 },
+        { "{% for i in range(1000) %}{% endfor %}", { .max_steps = 1000 }, HX_ELIMIT },
         { "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor "
           "%}",
           { .max_steps = 1000000 },
@@ -402,18 +414,17 @@ static void test_limits(void **state)
           { .max_steps = 0 },
           0 },
         { "{{ 'x' * 4000000000 }}", { .max_bytes = 1 << 20 }, HX_ENOMEM },
-        { "{{ [0] * 4000000000 }}", { .max_bytes = 1 << 20 }, HX_ENOMEM },
         { "{{ 'x' * 9223372036854775807 }}", { .max_bytes = 1 << 20 }, HX_ENOMEM },
-        { "{{ '%9999999999d' % 1 }}", { .max_steps = 1000000 }, HX_ELIMIT },
-        { "{{ '{:9999999999}'.format(1) }}", { .max_steps = 1000000 }, HX_ELIMIT },
+        { "{{ 'x'|indent(9999999999, true) }}", { .max_steps = 1000000 }, HX_ELIMIT },
+        { "{{ [1]|tojson(indent=9999999999) }}", { .max_steps = 1000000 }, HX_ELIMIT },
         { "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x + n.x "
           "%}"
           "{% endfor %}",
           { .max_bytes = 1 << 20 },
           HX_ENOMEM },
-        { "{% set n = namespace() %}{% set n.n = n %}{{ n }}",
+        { "{% set n = namespace() %}{% set n.n = [n] %}{{ n.n }}",
           { .max_steps = 1000000 },
-          HX_ELIMIT },
+          HX_EUNSUP },
         { "{% set n = namespace(l=[]) %}{% for i in range(99) %}{% set n.l = [n.l, n.l] "
           "%}"
           "{% endfor %}{{ n.l == n.l }}",
@@ -425,11 +436,6 @@ static void test_limits(void **state)
           "}}",
           { .max_steps = 1000000 },
           HX_ELIMIT },
-        { "{% set n = namespace(l=()) %}{% for i in range(99) %}{% set n.l = (n.l, n.l) "
-          "%}"
-          "{% endfor %}{{ {n.l: 1} }}",
-          { .max_steps = 0 },
-          HX_EFORMAT },
         { "{% set n = namespace(l=[]) %}{% for i in range(99) %}{% set n.l = [n.l, n.l] "
           "%}"
           "{% endfor %}{{ n.l }}",
@@ -518,9 +524,11 @@ static void test_marks(void **state)
         { "{{ d|tojson }}", "{\"k\": \"v\\n\", \"m\": 1}", "00100001110000100000" },
         { "{{ n|tojson }}", "\"xy\"", "0110" },
         { "{{ l }}", "['p', 'q']", "0010000100" },
-        { "{{ '%s<%s>' % (n, 'z') }}", "xy<z>", "11000" },
         { "{{ '{}<{}>'.format(n, 'z') }}", "xy<z>", "11000" },
-        { "{{ '%5s|' % n }}", "   xy|", "000110" },
+        { "{{ 'a,b'.rsplit(',', 1)[0] }}{{ n.rsplit('x', 1)[1] }}", "ay", "01" },
+        { "{{ n|indent('+', true) }}{{ n[0]|safe + '<' }}", "+xyx&lt;", "01110000" },
+        { "{{ n.splitlines()[0] }}{{ n|reverse }}{{ n|list }}", "xyyx['x', 'y']",
+          "11110010000100" },
         { "{{ n|length }}{{ n == 'xy' }}{{ i }}", "2True5", "000000" },
         { "{{ n * 2 }}{{ 'a' * 2 }}", "xyxyaa", "111100" },
         { "{% set b %}<{{ n }}>{% endset %}{{ b }}{{ b[1:3] }}", "<xy>xy", "011011" },
