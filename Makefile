@@ -37,7 +37,7 @@ LIBS    := -luv -ljson-c -lpcre2-8 -lutf8proc -lm
 ifeq ($(origin NVCC),undefined)
 NVCC    := $(firstword $(shell command -v nvcc 2>/dev/null) $(wildcard /usr/local/cuda/bin/nvcc))
 endif
-CUDA    ?= $(if $(NVCC),$(if $(SAN),0,1),0)
+CUDA    ?= $(if $(and $(NVCC),$(wildcard /dev/nvidiactl)),$(if $(SAN),0,1),0)
 ARCH    := $(if $(PORTABLE),sm_80 sm_86 sm_89 sm_90a sm_120a,sm_90a)
 NVFLAGS := -std=c++17 -O3 --fmad=false -Iinclude -Isrc -Xcompiler -Wall \
            -gencode arch=compute_80,code=compute_80 \

@@ -1,6 +1,6 @@
-/* cuda_check.cu - the CUDA products against the CPU's canonical arithmetic, bit for bit, and
- * their time. Built and run by tests/gpu.sh on a machine with a GPU. Prints "ok NAME" or
- * "not ok NAME". Arguments: any of check, moe, time, host; none: all. */
+/* cuda_check.cu - the CUDA products against the CPU's canonical arithmetic, bit for bit,
+ * and their time. Built and run by tests/gpu.sh on a machine with a GPU. Prints "ok NAME"
+ * or "not ok NAME". Arguments: any of check, moe, time, host; none: all. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <algorithm>
@@ -10,13 +10,14 @@
 
 #include "dev/cuda.h"
 
-#define CHECK(call)                                                                        \
-    do {                                                                                   \
-        cudaError_t rc_ = (call);                                                          \
-        if (rc_ != cudaSuccess) {                                                          \
-            printf("not ok %s: %s (line %d)\n", #call, cudaGetErrorString(rc_), __LINE__); \
-            exit(1);                                                                       \
-        }                                                                                  \
+#define CHECK(call)                                                                      \
+    do {                                                                                 \
+        cudaError_t rc_ = (call);                                                        \
+        if (rc_ != cudaSuccess) {                                                        \
+            printf("not ok %s: %s (line %d)\n", #call, cudaGetErrorString(rc_),          \
+                   __LINE__);                                                            \
+            exit(1);                                                                     \
+        }                                                                                \
     } while (0)
 
 static const char *cb_name[] = { "3inst", "mcg", "mul1" };
@@ -38,7 +39,8 @@ struct matrix {
     std::vector<uint8_t> trellis;
     std::vector<uint16_t> suh, svh, bias;
 
-    matrix(int64_t n, int64_t k, int k2, hx_codebook cb, uint64_t seed, bool with_bias = false)
+    matrix(int64_t n, int64_t k, int k2, hx_codebook cb, uint64_t seed,
+           bool with_bias = false)
     {
         const int64_t n_pad = (n + 127) / 128 * 128, k_pad = (k + 127) / 128 * 128;
 
@@ -78,7 +80,6 @@ static hx_cuda_work work_of(int64_t n_ticket, size_t bytes)
 
     CHECK(cudaGetDeviceProperties(&prop, 0));
     w.n_sm = prop.multiProcessorCount;
-    w.sm_shared_bytes = prop.sharedMemPerMultiprocessor;
     w.overlap = prop.major >= 9;
     w.n_ticket = n_ticket;
     w.bytes = bytes;
@@ -107,7 +108,8 @@ static void drop(hx_cuda_work *w)
     cudaFree(w->p);
 }
 
-static bool same(const char *name, const std::vector<float> &got, const std::vector<float> &want)
+static bool same(const char *name, const std::vector<float> &got,
+                 const std::vector<float> &want)
 {
     int64_t bad = 0, first = 0;
 
@@ -117,8 +119,8 @@ static bool same(const char *name, const std::vector<float> &got, const std::vec
             first = (int64_t)i;
         }
     if (bad != 0)
-        printf("not ok %s: %ld of %zu differ, first at %ld: %.9g, cpu %.9g\n", name, (long)bad,
-               got.size(), (long)first, got[first], want[first]);
+        printf("not ok %s: %ld of %zu differ, first at %ld: %.9g, cpu %.9g\n", name,
+               (long)bad, got.size(), (long)first, got[first], want[first]);
     return bad == 0;
 }
 
@@ -159,8 +161,8 @@ static double time_graph(int calls, const std::function<void(int, cudaStream_t)>
 
 /* ---- one matrix -------------------------------------------------------------- */
 
-static void check(hx_dev *cpu, int64_t n, int64_t k, int k2, hx_codebook cb, std::vector<int> row_counts,
-                  int quads, int bps, bool with_bias = false)
+static void check(hx_dev *cpu, int64_t n, int64_t k, int k2, hx_codebook cb,
+                  std::vector<int> row_counts, int quads, int bps, bool with_bias = false)
 {
     matrix m(n, k, k2, cb, 100 * n + k2, with_bias);
     hx_cuda_job j = {};
@@ -194,8 +196,8 @@ static void check(hx_dev *cpu, int64_t n, int64_t k, int k2, hx_codebook cb, std
         if (rows > 3)
             for (int64_t i = 0; i < k; i++)
                 x[2 * k + i] = 0; /* a row of zeros */
-        a.y = hx_buf{ want.data(), want.size() * 4 };
-        a.x = hx_buf{ x.data(), x.size() * 4 };
+        a.y = hx_buf { want.data(), want.size() * 4 };
+        a.x = hx_buf { x.data(), x.size() * 4 };
         a.w = &m.mat;
         a.rows = rows;
         a.ldx = k;
@@ -211,8 +213,8 @@ static void check(hx_dev *cpu, int64_t n, int64_t k, int k2, hx_codebook cb, std
         j.rows = rows;
         CHECK(hx_cuda_rows(&j, &s, &w, 0));
         CHECK(cudaMemcpy(got.data(), dy, got.size() * 4, cudaMemcpyDeviceToHost));
-        snprintf(name, sizeof(name), "exl3 %s K=%g %ldx%ld rows %d cut %dx%d", cb_name[cb], k2 / 2.0,
-                 (long)k, (long)n, rows, quads, bps);
+        snprintf(name, sizeof(name), "exl3 %s K=%g %ldx%ld rows %d cut %dx%d",
+                 cb_name[cb], k2 / 2.0, (long)k, (long)n, rows, quads, bps);
         if (same(name, got, want))
             printf("ok %s\n", name);
         cudaFree(dx);
@@ -240,11 +242,13 @@ static uint8_t *random_trellis(size_t bytes)
     }
     CHECK(cudaMalloc(&p, bytes));
     for (size_t at = 0; at < bytes; at += chunk)
-        CHECK(cudaMemcpy(p + at, seed, std::min(chunk, bytes - at), cudaMemcpyDeviceToDevice));
+        CHECK(cudaMemcpy(p + at, seed, std::min(chunk, bytes - at),
+                         cudaMemcpyDeviceToDevice));
     return p;
 }
 
-static double time_one(int64_t n, int64_t k, int k2, hx_codebook cb, int rows, int quads, int bps, bool host)
+static double time_one(int64_t n, int64_t k, int k2, hx_codebook cb, int rows, int quads,
+                       int bps, bool host)
 {
     const size_t bytes = (size_t)(n * k) / 16 * k2;
     const int sets = (int)HX_MAX(2, HX_MIN(64, (300u << 20) / bytes));
@@ -284,9 +288,8 @@ static double time_one(int64_t n, int64_t k, int k2, hx_codebook cb, int rows, i
     s.quads = quads;
     s.bps = bps;
     hx_cuda_work w = work_of(n / 128, area_bytes(s));
-    const double us = time_graph(sets, [&](int i, cudaStream_t st) {
-        CHECK(hx_cuda_rows(&jobs[i], &s, &w, st));
-    });
+    const double us = time_graph(
+        sets, [&](int i, cudaStream_t st) { CHECK(hx_cuda_rows(&jobs[i], &s, &w, st)); });
     drop(&w);
     cudaFree(dev);
     cudaFree(ds);
@@ -298,8 +301,9 @@ static double time_one(int64_t n, int64_t k, int k2, hx_codebook cb, int rows, i
 
 /* ---- experts ---------------------------------------------------------------- */
 
-static void check_moe(hx_dev *cpu, int64_t d, int64_t f, int rows, int active, int n_expert, int k2_gate,
-                      int k2_up, int k2_down, hx_codebook cb, bool host)
+static void check_moe(hx_dev *cpu, int64_t d, int64_t f, int rows, int active,
+                      int n_expert, int k2_gate, int k2_up, int k2_down, hx_codebook cb,
+                      bool host)
 {
     std::vector<matrix> mats;
     std::vector<hx_expert> experts(n_expert);
@@ -343,9 +347,9 @@ static void check_moe(hx_dev *cpu, int64_t d, int64_t f, int rows, int active, i
         for (int p = 0; p < active; p++)
             id[r * active + p] = (int32_t)((hx_rng_at(23, r) + p * 3) % n_expert);
     id[id.size() / 2] = -1;
-    a.y = hx_buf{ want.data(), want.size() * 4 };
-    a.x = hx_buf{ x.data(), x.size() * 4 };
-    a.id = hx_buf{ id.data(), id.size() * 4 };
+    a.y = hx_buf { want.data(), want.size() * 4 };
+    a.x = hx_buf { x.data(), x.size() * 4 };
+    a.id = hx_buf { id.data(), id.size() * 4 };
     a.expert = experts.data();
     a.n_expert = n_expert;
     a.rows = rows;
@@ -368,10 +372,11 @@ static void check_moe(hx_dev *cpu, int64_t d, int64_t f, int rows, int active, i
     m.k2_down = k2_down;
     m.codebook = cb;
     m.limit = 10.0f;
-    hx_cuda_work w = work_of(2 * rows * active * HX_MAX(d, f) / 128, hx_cuda_moe_bytes(&m, n_sm));
-    snprintf(name, sizeof(name), "moe %s K=%g/%g/%g %ld-%ld rows %d x %d of %d%s", cb_name[cb],
-             k2_gate / 2.0, k2_up / 2.0, k2_down / 2.0, (long)d, (long)f, rows, active, n_expert,
-             host ? " host" : "");
+    hx_cuda_work w =
+        work_of(2 * rows * active * HX_MAX(d, f) / 128, hx_cuda_moe_bytes(&m, n_sm));
+    snprintf(name, sizeof(name), "moe %s K=%g/%g/%g %ld-%ld rows %d x %d of %d%s",
+             cb_name[cb], k2_gate / 2.0, k2_up / 2.0, k2_down / 2.0, (long)d, (long)f,
+             rows, active, n_expert, host ? " host" : "");
     for (int again = 0; again < 2; again++) {
         CHECK(hx_cuda_experts(&m, &w, 0));
         CHECK(cudaMemcpy(got.data(), m.y, got.size() * 4, cudaMemcpyDeviceToHost));
@@ -384,7 +389,8 @@ static void check_moe(hx_dev *cpu, int64_t d, int64_t f, int rows, int active, i
 }
 
 /* rows of 8 picks of 288 experts, other experts in every call. */
-static void time_moe(int k2, hx_codebook cb, int rows, int quads, int bps_in, int bps_out, bool host)
+static void time_moe(int k2, hx_codebook cb, int rows, int quads, int bps_in, int bps_out,
+                     bool host)
 {
     const int64_t d = 4096, f = 2048;
     const int n_expert = host ? 96 : 288, active = 8, calls = 8;
@@ -403,9 +409,9 @@ static void time_moe(int k2, hx_codebook cb, int rows, int quads, int bps_in, in
     }
     uint16_t *ds = upload(scale);
     for (int e = 0; e < n_expert; e++) {
-        on[e].gate = hx_cuda_mat{ from + 3 * e * part, ds, ds };
-        on[e].up = hx_cuda_mat{ from + (3 * e + 1) * part, ds, ds };
-        on[e].down = hx_cuda_mat{ from + (3 * e + 2) * part, ds, ds };
+        on[e].gate = hx_cuda_mat { from + 3 * e * part, ds, ds };
+        on[e].up = hx_cuda_mat { from + (3 * e + 1) * part, ds, ds };
+        on[e].down = hx_cuda_mat { from + (3 * e + 2) * part, ds, ds };
     }
     for (size_t i = 0; i < x.size(); i++)
         x[i] = (float)hx_rng_normal(17, i);
@@ -428,7 +434,10 @@ static void time_moe(int k2, hx_codebook cb, int rows, int quads, int bps_in, in
         std::vector<int32_t> id;
         for (int r = 0; r < rows; r++)
             for (int p = 0; p < active;) {
-                const int32_t e = (int32_t)(hx_rng_at(31 + c, id.size() + 1000 * r + 77 * p + distinct * 13) % n_expert);
+                const int32_t e =
+                    (int32_t)(hx_rng_at(31 + c,
+                                        id.size() + 1000 * r + 77 * p + distinct * 13) %
+                              n_expert);
                 bool seen = false;
                 for (int o = 0; o < p; o++)
                     seen = seen || id[r * active + o] == e;
@@ -440,7 +449,8 @@ static void time_moe(int k2, hx_codebook cb, int rows, int quads, int bps_in, in
             }
         ids.push_back(upload(id));
         std::sort(id.begin(), id.end());
-        distinct = (double)(long)distinct + (double)(std::unique(id.begin(), id.end()) - id.begin());
+        distinct = (double)(long)distinct +
+                   (double)(std::unique(id.begin(), id.end()) - id.begin());
     }
     const double us = time_graph(calls, [&](int i, cudaStream_t st) {
         hx_cuda_moe c = m;
@@ -448,8 +458,10 @@ static void time_moe(int k2, hx_codebook cb, int rows, int quads, int bps_in, in
         CHECK(hx_cuda_experts(&c, &w, st));
     });
     const double mb = distinct / calls * 3 * part / 1e6;
-    printf("time moe %s %s K=%g %2d tokens cut %dx%d %dx%d: %8.1f us  %5.1f experts %6.1f GB/s\n", cb_name[cb],
-           host ? "host" : "vram", k2 / 2.0, rows, quads, bps_in, quads, bps_out, us, distinct / calls, mb / us * 1e3);
+    printf("time moe %s %s K=%g %2d tokens cut %dx%d %dx%d: %8.1f us  %5.1f experts "
+           "%6.1f GB/s\n",
+           cb_name[cb], host ? "host" : "vram", k2 / 2.0, rows, quads, bps_in, quads,
+           bps_out, us, distinct / calls, mb / us * 1e3);
     drop(&w);
     cudaFree(dev);
     cudaFreeHost(pinned);
@@ -470,7 +482,8 @@ static void checks(hx_dev *cpu)
         for (int bps : { 1, 2, 4 }) {
             for (hx_codebook cb : { HX_CB_MUL1, HX_CB_MCG })
                 check(cpu, 2048, 4096, 6, cb, { 1, 6, 11 }, quads, bps);
-            check(cpu, 1000, 11 * 128 - 28, 6, HX_CB_MUL1, { 1, 5, 16 }, quads, bps, true);
+            check(cpu, 1000, 11 * 128 - 28, 6, HX_CB_MUL1, { 1, 5, 16 }, quads, bps,
+                  true);
         }
     check(cpu, 128, 128, 8, HX_CB_MUL1, { 1, 16 }, 0, 0, true);
     check(cpu, 128, 12288, 4, HX_CB_MUL1, { 1, 16 }, 1, 1);
@@ -487,29 +500,35 @@ static void checks_moe(hx_dev *cpu)
 }
 
 typedef std::pair<int, int> cut; /* quads, 128-input blocks of a quad */
-static const cut cuts[] = { { 1, 1 }, { 1, 2 }, { 1, 4 }, { 2, 1 }, { 2, 2 }, { 4, 1 }, { 4, 2 }, { 0, 0 } };
+static const cut cuts[] = { { 1, 1 }, { 1, 2 }, { 1, 4 }, { 2, 1 },
+                            { 2, 2 }, { 4, 1 }, { 4, 2 }, { 0, 0 } };
 
 static void times(void)
 {
     printf("cuts: 1x1 1x2 1x4 2x1 2x2 4x1 4x2 auto\n");
 
-    const shape shapes[] = { { 4096, 2048 }, { 2048, 4096 }, { 4096, 8192 }, { 8192, 4096 }, { 4096, 24576 }, { 4096, 154880 } };
+    const shape shapes[] = { { 4096, 2048 }, { 2048, 4096 },  { 4096, 8192 },
+                             { 8192, 4096 }, { 4096, 24576 }, { 4096, 154880 } };
 
     for (int k2 : { 6, 8, 12 })
         for (shape s : shapes) {
             for (int rows : { 1, 2, 4, 8, 16 }) {
-                printf("time vram K=%g %5ldx%-6ld rows %2d us:", k2 / 2.0, (long)s.first, (long)s.second, rows);
+                printf("time vram K=%g %5ldx%-6ld rows %2d us:", k2 / 2.0, (long)s.first,
+                       (long)s.second, rows);
                 for (cut c : cuts)
-                    printf(" %7.2f", time_one(s.second, s.first, k2, HX_CB_MUL1, rows, c.first, c.second, false));
+                    printf(" %7.2f", time_one(s.second, s.first, k2, HX_CB_MUL1, rows,
+                                              c.first, c.second, false));
                 printf("\n");
                 fflush(stdout);
             }
         }
     for (shape s : shapes)
         for (int rows : { 1, 8 }) {
-            printf("time vram mcg K=4 %5ldx%-6ld rows %2d us:", (long)s.first, (long)s.second, rows);
+            printf("time vram mcg K=4 %5ldx%-6ld rows %2d us:", (long)s.first,
+                   (long)s.second, rows);
             for (cut c : cuts)
-                printf(" %7.2f", time_one(s.second, s.first, 8, HX_CB_MCG, rows, c.first, c.second, false));
+                printf(" %7.2f", time_one(s.second, s.first, 8, HX_CB_MCG, rows, c.first,
+                                          c.second, false));
             printf("\n");
         }
 }
@@ -517,10 +536,13 @@ static void times(void)
 static void times_host(void)
 {
     for (int k2 : { 6, 8 })
-        for (shape s : { shape{ 4096, 2048 }, shape{ 2048, 4096 }, shape{ 4096, 8192 }, shape{ 8192, 4096 }, shape{ 4096, 24576 } })
+        for (shape s : { shape { 4096, 2048 }, shape { 2048, 4096 }, shape { 4096, 8192 },
+                         shape { 8192, 4096 }, shape { 4096, 24576 } })
             for (int rows : { 1, 8 }) {
-                printf("time host K=%g %5ldx%-6ld rows %2d: %5.1f GB/s\n", k2 / 2.0, (long)s.first, (long)s.second, rows,
-                       s.first * s.second / 16 * k2 / 1e3 / time_one(s.second, s.first, k2, HX_CB_MUL1, rows, 0, 0, true));
+                printf("time host K=%g %5ldx%-6ld rows %2d: %5.1f GB/s\n", k2 / 2.0,
+                       (long)s.first, (long)s.second, rows,
+                       s.first * s.second / 16 * k2 / 1e3 /
+                           time_one(s.second, s.first, k2, HX_CB_MUL1, rows, 0, 0, true));
             }
 }
 
@@ -531,14 +553,16 @@ int main(int argc, char **argv)
     hx_err err = {};
     cudaDeviceProp prop;
     const auto wants = [&](const char *what) {
-        return argc < 2 || std::any_of(argv + 1, argv + argc, [&](const char *a) { return strcmp(a, what) == 0; });
+        return argc < 2 || std::any_of(argv + 1, argv + argc, [&](const char *a) {
+                   return strcmp(a, what) == 0;
+               });
     };
 
     CHECK(cudaGetDeviceProperties(&prop, 0));
     n_sm = prop.multiProcessorCount;
     printf("%s, %d multiprocessors\n", prop.name, n_sm);
     opt.name = "cpu";
-    opt.limits = hx_dev_limits{ 64, 16384, 16384, 8, 4096, 1, 1 };
+    opt.limits = hx_dev_limits { 64, 16384, 16384, 8, 4096, 1, 1 };
     if (hx_dev_open(&cpu, &opt, &err) != 0) {
         printf("not ok open: %s\n", err.msg);
         return 1;
@@ -551,7 +575,12 @@ int main(int argc, char **argv)
     if (wants("time")) {
         times();
         for (int rows : { 1, 2, 4, 8, 16 })
-            for (auto c : { std::vector<int>{ 0, 0, 0 }, { 1, 4, 2 }, { 1, 2, 2 }, { 2, 2, 2 }, { 4, 1, 1 }, { 2, 2, 1 } })
+            for (auto c : { std::vector<int> { 0, 0, 0 },
+                            { 1, 4, 2 },
+                            { 1, 2, 2 },
+                            { 2, 2, 2 },
+                            { 4, 1, 1 },
+                            { 2, 2, 1 } })
                 time_moe(6, HX_CB_MUL1, rows, c[0], c[1], c[2], false);
         for (int rows : { 1, 8, 16 })
             time_moe(8, HX_CB_MCG, rows, 0, 0, 0, false);

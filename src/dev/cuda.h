@@ -17,53 +17,52 @@ enum {
 /* One product y[row, 0..n) = W x[row, 0..k) (+ bias) of up to HX_CUDA_JOB_ROWS rows.
  * Device memory; trellis 16-byte aligned, it may be mapped host memory. */
 typedef struct {
-    const void    *trellis, *suh, *svh, *bias;
-    const float   *x;    /* may be NULL where the activations are there already */
-    float         *y;
-    int64_t        ldx, ldy, n, k;
-    const int32_t *row;  /* [rows] row of x and y; NULL: 0, 1, 2 … */
-    int32_t        slot; /* added to the row: its place in the work memory */
-    int32_t        rows; /* 0: nothing to do */
+    const void *trellis, *suh, *svh, *bias;
+    const float *x; /* may be NULL where the activations are there already */
+    float *y;
+    int64_t ldx, ldy, n, k;
+    const int32_t *row; /* [rows] row of x and y; NULL: 0, 1, 2 … */
+    int32_t slot;       /* added to the row: its place in the work memory */
+    int32_t rows;       /* 0: nothing to do */
 } hx_cuda_job;
 
 /* Factors of a quantised block (canon.h, step 2). */
 typedef struct {
-    float   q;
+    float q;
     int32_t sum;
 } hx_cuda_scale;
 
 /* Device memory that products use: one owner, one stream. */
 typedef struct {
-    int    *ticket; /* [n_ticket], zero between launches; n_pad / 128 for each job */
+    int *ticket; /* [n_ticket], zero between launches; n_pad / 128 for each job */
     int64_t n_ticket;
-    void   *p;      /* [bytes], 256-byte aligned */
-    size_t  bytes;
-    int     n_sm;
-    size_t  sm_shared_bytes; /* of a multiprocessor */
-    bool    overlap; /* compute capability 9.0: launches may overlap their ends */
+    void *p; /* [bytes], 256-byte aligned */
+    size_t bytes;
+    int n_sm;
+    bool overlap; /* compute capability 9.0: launches may overlap their ends */
 } hx_cuda_work;
 
 /* What jobs of one launch have in common. */
 typedef struct {
-    int64_t     n_pad, k_pad;
-    int         k2, n_job, rows; /* rows: the most of any job */
-    int64_t     slots;           /* rows in the work memory */
+    int64_t n_pad, k_pad;
+    int k2, n_job, rows; /* rows: the most of any job */
+    int64_t slots;       /* rows in the work memory */
     hx_codebook codebook;
-    int         quads, bps;      /* 4 warps each, 1, 2 or 4, and 128-input blocks of each,
-                                  * 1, 2 or 4; 0: choose */
-    bool        chained; /* the jobs' activations come from the launch just before */
-    bool        fresh;   /* so do the jobs themselves */
+    int quads, bps; /* 4 warps each, 1, 2 or 4, and 128-input blocks of each,
+                     * 1, 2 or 4; 0: choose */
+    bool chained;   /* the jobs' activations come from the launch just before */
+    bool fresh;     /* so do the jobs themselves */
 } hx_cuda_shape;
 
 /* Work memory, as laid out for a shape. */
 typedef struct {
-    uint2         *plane; /* [slots, k_pad / 128, 32] */
+    uint2 *plane;         /* [slots, k_pad / 128, 32] */
     hx_cuda_scale *scale; /* [slots, k_pad / 128] */
-    float         *part;  /* [slots, n_pad / 128, splits, 128] */
-    int           *ticket;
+    float *part;          /* [slots, n_pad / 128, splits, 128] */
+    int *ticket;
 } hx_cuda_area;
 
-size_t      hx_cuda_area_bytes(const hx_cuda_shape *s, int n_sm);
+size_t hx_cuda_area_bytes(const hx_cuda_shape *s, int n_sm);
 cudaError_t hx_cuda_area_of(const hx_cuda_shape *s, const hx_cuda_work *w,
                             hx_cuda_area *out);
 
@@ -86,26 +85,27 @@ typedef struct {
 
 /* hx_op_moe's arguments on the device; experts of one shape, rate by projection. */
 typedef struct {
-    float                *y;
-    const float          *x;
-    const int32_t        *id;     /* [rows, active] */
+    float *y;
+    const float *x;
+    const int32_t *id;            /* [rows, active] */
     const hx_cuda_expert *expert; /* [n_expert] */
-    int                   rows, active;
-    int64_t               d, f, d_pad, f_pad; /* model and expert width */
-    int                   k2_gate, k2_up, k2_down;
-    hx_codebook           codebook;
-    float                 limit;
-    int                   quads, bps_in, bps_out; /* as in hx_cuda_shape */
+    int rows, active;
+    int64_t d, f, d_pad, f_pad; /* model and expert width */
+    int k2_gate, k2_up, k2_down;
+    hx_codebook codebook;
+    float limit;
+    int quads, bps_in, bps_out; /* as in hx_cuda_shape */
 } hx_cuda_moe;
 
-size_t      hx_cuda_moe_bytes(const hx_cuda_moe *m, int n_sm);
+size_t hx_cuda_moe_bytes(const hx_cuda_moe *m, int n_sm);
 cudaError_t hx_cuda_experts(const hx_cuda_moe *m, const hx_cuda_work *w,
                             cudaStream_t stream);
 
 /* Launches with the permission to start while the launch before it ends. */
 template <class... P, class... A>
-static cudaError_t hx_cuda_launch(bool overlap, void (*kernel)(P...), dim3 grid, dim3 block,
-                                  size_t shared, cudaStream_t stream, A &&...args)
+static cudaError_t hx_cuda_launch(bool overlap, void (*kernel)(P...), dim3 grid,
+                                  dim3 block, size_t shared, cudaStream_t stream,
+                                  A &&...args)
 {
     cudaLaunchAttribute attr = {};
     cudaLaunchConfig_t cfg = {};
@@ -197,7 +197,7 @@ __device__ static inline void hx_cuda_quantize(float v[4], uint2 *plane,
 
     plane[lane] = make_uint2(__byte_perm(i0, i1, pick), __byte_perm(j0, j1, pick));
     if (lane == 0)
-        *scale = hx_cuda_scale{ __fdiv_rn(m, top), total };
+        *scale = hx_cuda_scale { __fdiv_rn(m, top), total };
 }
 
 #endif

@@ -1,25 +1,24 @@
-/* cuda_attn.cu - sequence memory on the GPU: latents, pooled index keys, index scores, the
- * best of them, attention over latents. Called through the operation table in cuda.cu.
- * Never allocates, waits or reads back; spans and page tables are read where they are, so
- * that a decode step can be replayed at any length.
+/* cuda_attn.cu - sequence memory on the GPU: latents, pooled index keys, index scores,
+ * the best of them, attention over latents. Called through the operation table in
+ * cuda.cu. Never allocates, waits or reads back; spans and page tables are read where
+ * they are, so that a decode step can be replayed at any length.
  *
- * All sums are fp32 FMAs in an order that follows the row's own length: decode and prefill
- * run the same text. */
+ * All sums are fp32 FMAs in an order that follows the row's own length: decode and
+ * prefill run the same text. */
 #include "dev/cuda_dev.h"
 #include "dev/fmt_plain.h"
 
-enum {
-    GRID_Y = 65535,  /* the most of a grid's second dimension */
-    ROW_THREADS = 128,
-};
+enum { ROW_THREADS = 128 };
+
+static const int64_t GRID_Y = 65535; /* the most of a grid's second dimension */
 
 /* ---- pages ----------------------------------------------------------- */
 
 typedef struct {
-    void          *data;
+    void *data;
     const int32_t *table; /* [Q, max_page] */
-    int64_t        max_page;
-    int            width, f32;
+    int64_t max_page;
+    int width, f32;
 } page_args;
 
 static int pages_of(page_args *out, const hx_pages *g, const char *op, hx_err *err)
@@ -64,9 +63,28 @@ HX_DEVICE float wide(uint16_t v)
 
 typedef struct {
     const float *c;
-    int64_t      ldc, row0;
-    page_args    cache;
+    int64_t ldc, row0;
+    page_args cache;
 } latent_args;
+
+__global__ void append_latents(const latent_args a,
+                               const __grid_constant__ hx_cuda_spans spans);
+
+extern "C" int hx_cuda_latent_append(hx_dev *d, const hx_latent_append_args *a,
+                                     hx_err *err)
+{
+    latent_args k = { (const float *)a->c.p, a->ldc, 0, {} };
+    hx_cuda *c = hx_cuda_of(d);
+    hx_cuda_spans spans;
+    int rc;
+
+    if ((rc = hx_cuda_spans_of(&spans, &a->rows, "latent_append", err)) != 0 ||
+        (rc = pages_of(&k.cache, &a->cache, "latent_append", err)) != 0)
+        return rc;
+    HX_LAUNCH(c, "latent_append", err, append_latents, dim3((unsigned)a->rows.n_row),
+              ROW_THREADS, 0, k, spans);
+    return 0;
+}
 
 /* One block: one row. Grid rows. Reads the row, writes it rounded. */
 __global__ void __launch_bounds__(ROW_THREADS)
@@ -82,30 +100,15 @@ __global__ void __launch_bounds__(ROW_THREADS)
         page_store(a.cache, at + i, a.c[row * a.ldc + i]);
 }
 
-extern "C" int hx_cuda_latent_append(hx_dev *d, const hx_latent_append_args *a, hx_err *err)
-{
-    latent_args k = { (const float *)a->c.p, a->ldc, 0, {} };
-    hx_cuda *c = hx_cuda_of(d);
-    hx_cuda_spans spans;
-    int rc;
-
-    if ((rc = hx_cuda_spans_of(&spans, &a->rows, "latent_append", err)) != 0 ||
-        (rc = pages_of(&k.cache, &a->cache, "latent_append", err)) != 0)
-        return rc;
-    HX_LAUNCH(c, "latent_append", err, append_latents, dim3((unsigned)a->rows.n_row),
-              ROW_THREADS, 0, k, spans);
-    return 0;
-}
-
 /* ---- pooled index keys ----------------------------------------------- */
 
 enum { MAX_POOL = 8, POOLS = 1, RING = 2 };
 
 typedef struct {
     const float *key, *gate, *ape;
-    float       *ring;
-    page_args    pool;
-    int          pool_n, what; /* POOLS, RING or both */
+    float *ring;
+    page_args pool;
+    int pool_n, what; /* POOLS, RING or both */
 } index_args;
 
 /* Key and gate of position pos in a slot's ring. */
@@ -114,8 +117,8 @@ HX_DEVICE float *ring_at(const index_args &a, int slot, int pos)
     return a.ring + ((int64_t)slot * HX_RING + pos % HX_RING) * 2 * a.pool.width;
 }
 
-/* Channel c of the pool that ends with row t of the span, from rows of the call and, before
- * these, from the ring. */
+/* Channel c of the pool that ends with row t of the span, from rows of the call and,
+ * before these, from the ring. */
 HX_DEVICE float pool_key(const index_args &a, const hx_span &s, int t, int c)
 {
     const int width = a.pool.width, first = t - a.pool_n + 1;
@@ -142,6 +145,37 @@ HX_DEVICE float pool_key(const index_args &a, const hx_span &s, int t, int c)
         sum = fmaf(e, key[i], sum);
     }
     return sum / mass;
+}
+
+__global__ void append_index(const index_args a,
+                             const __grid_constant__ hx_cuda_spans spans);
+
+/* Up to HX_RING - P + 1 rows take no place in the ring that a pool still needs: one
+ * launch does both. */
+extern "C" int hx_cuda_index_append(hx_dev *d, const hx_index_append_args *a, hx_err *err)
+{
+    const bool once = a->rows.n_row + a->pool_n - 1 <= HX_RING;
+    index_args k = { (const float *)a->key.p,
+                     (const float *)a->gate.p,
+                     (const float *)a->ape.p,
+                     (float *)a->ring.p,
+                     {},
+                     (int)a->pool_n,
+                     once ? POOLS | RING : POOLS };
+    const dim3 grid((unsigned)a->rows.n_row);
+    hx_cuda *c = hx_cuda_of(d);
+    hx_cuda_spans spans;
+    int rc;
+
+    if ((rc = hx_cuda_spans_of(&spans, &a->rows, "index_append", err)) != 0 ||
+        (rc = pages_of(&k.pool, &a->pool, "index_append", err)) != 0)
+        return rc;
+    HX_LAUNCH(c, "index_append", err, append_index, grid, ROW_THREADS, 0, k, spans);
+    if (once)
+        return 0;
+    k.what = RING;
+    HX_LAUNCH(c, "index_append", err, append_index, grid, ROW_THREADS, 0, k, spans);
+    return 0;
 }
 
 /* One block: one row. Grid rows. Where a pool ends, makes its key; keeps the row in the
@@ -171,37 +205,14 @@ __global__ void __launch_bounds__(ROW_THREADS)
     }
 }
 
-/* Up to HX_RING - P + 1 rows take no place in the ring that a pool still needs: one launch
- * does both. */
-extern "C" int hx_cuda_index_append(hx_dev *d, const hx_index_append_args *a, hx_err *err)
-{
-    const bool once = a->rows.n_row + a->pool_n - 1 <= HX_RING;
-    index_args k = { (const float *)a->key.p, (const float *)a->gate.p,
-                     (const float *)a->ape.p, (float *)a->ring.p, {}, (int)a->pool_n,
-                     once ? POOLS | RING : POOLS };
-    const dim3 grid((unsigned)a->rows.n_row);
-    hx_cuda *c = hx_cuda_of(d);
-    hx_cuda_spans spans;
-    int rc;
-
-    if ((rc = hx_cuda_spans_of(&spans, &a->rows, "index_append", err)) != 0 ||
-        (rc = pages_of(&k.pool, &a->pool, "index_append", err)) != 0)
-        return rc;
-    HX_LAUNCH(c, "index_append", err, append_index, grid, ROW_THREADS, 0, k, spans);
-    if (once)
-        return 0;
-    k.what = RING;
-    HX_LAUNCH(c, "index_append", err, append_index, grid, ROW_THREADS, 0, k, spans);
-    return 0;
-}
-
 /* ---- small dense products -------------------------------------------- */
 
-/* dot[a][b] += x[x0 + 4 a] . y[y0 + 8 b] over n floats, for the warp's lanes: lane = 8 * xi +
- * yi has x0 = xi and y0 = yi. Rows are ld floats apart; ld is 4 more than a multiple of 32,
- * so that no two lanes meet in a bank. */
+/* dot[a][b] += x[x0 + 4 a] . y[y0 + 8 b] over n floats, for the warp's lanes: lane = 8 *
+ * xi + yi has x0 = xi and y0 = yi. Rows are ld floats apart; ld is 4 more than a multiple
+ * of 32, so that no two lanes meet in a bank. */
 template <int A, int B>
-HX_DEVICE void warp_dots(float (&dot)[A][B], const float *x, const float *y, int ld, int n)
+HX_DEVICE void warp_dots(float (&dot)[A][B], const float *x, const float *y, int ld,
+                         int n)
 {
 #pragma unroll 4
     for (int k = 0; k < n; k += 4) {
@@ -225,9 +236,10 @@ HX_DEVICE void warp_dots(float (&dot)[A][B], const float *x, const float *y, int
     }
 }
 
-/* Matrix units take bf16 and sum in fp32. An fp32 value is the exact sum of three bf16, so
- * with operands that are stored as bf16 three products of a matrix give those of fp32. The
- * units cut off what they add up, so the two small ones go first and sums stay short. */
+/* Matrix units take bf16 and sum in fp32. An fp32 value is the exact sum of three bf16,
+ * so with operands that are stored as bf16 three products of a matrix give those of fp32.
+ * The units cut off what they add up, so the two small ones go first and sums stay short.
+ */
 enum { SPLIT_BF16 = 3 };
 
 HX_DEVICE uint32_t pack_bf16(float lo, float hi)
@@ -296,11 +308,12 @@ HX_DEVICE void copy_wait_older(void)
     asm volatile("cp.async.wait_group 1;" ::: "memory");
 }
 
-/* Rows lane / 4 and lane / 4 + 8 of x, columns of one step of 16, as operand a. Rows from n_row
- * on and columns from n_col on are 0. PAIRS: ld and n_col are even and x is a multiple of 8. */
+/* Rows lane / 4 and lane / 4 + 8 of x, columns of one step of 16, as operand a. Rows from
+ * n_row on and columns from n_col on are 0. PAIRS: ld and n_col are even and x is a
+ * multiple of 8. */
 template <bool PAIRS>
-HX_DEVICE void split_rows(uint32_t (&a)[SPLIT_BF16][4], const float *x, int64_t ld, int n_row,
-                          int n_col)
+HX_DEVICE void split_rows(uint32_t (&a)[SPLIT_BF16][4], const float *x, int64_t ld,
+                          int n_row, int n_col)
 {
     const int lane = threadIdx.x & 31, c = 2 * (lane & 3);
 
@@ -334,12 +347,12 @@ enum {
 };
 
 typedef struct {
-    float       *score;
+    float *score;
     const float *q, *w;
-    page_args    pool;
-    int64_t      ld_score, row0;
-    int          heads, pool_n;
-    float        scale, w_scale;
+    page_args pool;
+    int64_t ld_score, row0;
+    int heads, pool_n;
+    float scale, w_scale;
 } score_args;
 
 typedef struct {
@@ -350,7 +363,8 @@ typedef struct {
 /* n rows of m floats into rows SCORE_LD apart, rows up to n_all and columns up to
  * SCORE_WIDTH filled with 0. from(row) is where a row begins. */
 template <class T, class F>
-HX_DEVICE void score_fill(float (*to)[SCORE_LD], int n_all, int n, int m, const T *p, F from)
+HX_DEVICE void score_fill(float (*to)[SCORE_LD], int n_all, int n, int m, const T *p,
+                          F from)
 {
     const bool fours = m % 4 == 0 && ((uintptr_t)p & (4 * sizeof(T) - 1)) == 0;
 
@@ -375,7 +389,8 @@ HX_DEVICE void score_fill(float (*to)[SCORE_LD], int n_all, int n, int m, const 
 }
 
 /* Queries and weights of heads from h0 on, channels from c0 on. */
-HX_DEVICE void score_queries(const score_args &a, int64_t row, int h0, int c0, score_room *room)
+HX_DEVICE void score_queries(const score_args &a, int64_t row, int h0, int c0,
+                             score_room *room)
 {
     const int n = min(SCORE_HEADS, a.heads - h0), width = a.pool.width;
     const float *q = a.q + (row * a.heads + h0) * width + c0;
@@ -383,13 +398,15 @@ HX_DEVICE void score_queries(const score_args &a, int64_t row, int h0, int c0, s
     score_fill(room->q, SCORE_HEADS, n, min(SCORE_WIDTH, width - c0), q,
                [=](int r) { return (int64_t)r * width; });
     if (threadIdx.x < SCORE_HEADS)
-        room->w[threadIdx.x] =
-            (int)threadIdx.x < n ? a.w[row * a.heads + h0 + threadIdx.x] * a.w_scale : 0.0f;
+        room->w[threadIdx.x] = (int)threadIdx.x < n
+                                   ? a.w[row * a.heads + h0 + threadIdx.x] * a.w_scale
+                                   : 0.0f;
 }
 
 /* Keys of n pools from p0 on, channels from c0 on. */
 template <class T>
-HX_DEVICE void score_keys(const score_args &a, int slot, int p0, int n, int c0, score_room *room)
+HX_DEVICE void score_keys(const score_args &a, int slot, int p0, int n, int c0,
+                          score_room *room)
 {
     const int per = HX_PAGE / a.pool_n;
 
@@ -398,10 +415,10 @@ HX_DEVICE void score_keys(const score_args &a, int slot, int p0, int n, int c0, 
                [=](int r) { return page_item(a.pool, slot, p0 + r, per); });
 }
 
-/* The heads in shared memory: adds w relu(dot) to the lane's pools, and across the lanes of
- * a pool. A warp has 16 heads and 32 pools, a lane 4 and 4. */
-HX_DEVICE void score_heads(const score_args &a, const float (&dot)[4][4], const score_room *room,
-                           float (&sum)[4])
+/* The heads in shared memory: adds w relu(dot) to the lane's pools, and across the lanes
+ * of a pool. A warp has 16 heads and 32 pools, a lane 4 and 4. */
+HX_DEVICE void score_heads(const score_args &a, const float (&dot)[4][4],
+                           const score_room *room, float (&sum)[4])
 {
     const int lane = threadIdx.x & 31, h0 = (threadIdx.x >> 6) * 16 + (lane >> 3);
 
@@ -418,10 +435,82 @@ HX_DEVICE void score_heads(const score_args &a, const float (&dot)[4][4], const 
     }
 }
 
+enum {
+    MMA_POOLS = 64, /* of a tile; a warp has 16 of them and 16 heads */
+    MMA_STEPS = SCORE_WIDTH / 16,
+    MMA_KEY_LD = SCORE_WIDTH + 8,
+    MMA_THREADS = 256,
+};
+
+template <class T>
+__global__ void score_pools(const score_args a,
+                            const __grid_constant__ hx_cuda_spans spans);
+__global__ void score_pools_mma(const score_args a,
+                                const __grid_constant__ hx_cuda_spans spans);
+
+/* Positions that a row may have: what the spans say, or, where they lie on the device,
+ * what a slot has pages for. */
+static int64_t most_positions(const hx_rows *r, int64_t max_page)
+{
+    int64_t most = 0;
+
+    if (r->dev.p != NULL)
+        return max_page * HX_PAGE;
+    for (int32_t i = 0; i < r->n_span; i++)
+        most = HX_MAX(most, (int64_t)r->span[i].pos0 + r->span[i].n_row);
+    return HX_MIN(most, max_page * HX_PAGE);
+}
+
+extern "C" int hx_cuda_index_score(hx_dev *d, const hx_index_score_args *a, hx_err *err)
+{
+    score_args k = { (float *)a->score.p,
+                     (const float *)a->q.p,
+                     (const float *)a->w.p,
+                     {},
+                     a->ld_score,
+                     0,
+                     (int)a->heads,
+                     (int)a->pool_n,
+                     a->scale,
+                     a->w_scale };
+    const int64_t pools =
+        HX_MIN(most_positions(&a->rows, a->pool.max_page) / a->pool_n, a->ld_score);
+    hx_cuda *c = hx_cuda_of(d);
+    hx_cuda_spans spans;
+    int rc;
+
+    if ((rc = hx_cuda_spans_of(&spans, &a->rows, "index_score", err)) != 0 ||
+        (rc = pages_of(&k.pool, &a->pool, "index_score", err)) != 0)
+        return rc;
+    if (a->heads > INT16_MAX)
+        return hx_fail(err, HX_EUNSUP, "index_score: %lld heads, cuda takes up to %d",
+                       (long long)a->heads, INT16_MAX);
+    const bool mma = k.pool.f32 == 0 && a->heads <= SCORE_HEADS &&
+                     k.pool.width <= SCORE_WIDTH && k.pool.width % 16 == 0 &&
+                     ((uintptr_t)k.pool.data & 15) == 0 && ((uintptr_t)k.q & 7) == 0;
+    for (; k.row0 < a->rows.n_row; k.row0 += GRID_Y) {
+        const int64_t rows = HX_MIN(a->rows.n_row - k.row0, GRID_Y);
+        const dim3 grid((unsigned)HX_MIN(hx_ceil_div(pools, SCORE_POOLS),
+                                         hx_ceil_div(2 * c->n_sm, rows)),
+                        (unsigned)rows);
+
+        if (mma)
+            HX_LAUNCH(c, "index_score", err, score_pools_mma, grid, MMA_THREADS, 0, k,
+                      spans);
+        else if (k.pool.f32 != 0)
+            HX_LAUNCH(c, "index_score", err, score_pools<float>, grid, SCORE_THREADS,
+                      sizeof(score_room), k, spans);
+        else
+            HX_LAUNCH(c, "index_score", err, score_pools<uint16_t>, grid, SCORE_THREADS,
+                      sizeof(score_room), k, spans);
+    }
+    return 0;
+}
+
 /* One block: tiles of 64 pools of one row, as many as the grid leaves it; heads 32 and
- * channels 128 at a time. Grid (blocks, rows). Shared memory holds the queries and the keys
- * as f32. Reads each key once a row: 4096 FMAs for 256 bytes, so arithmetic bounds it and
- * rows need not share keys. */
+ * channels 128 at a time. Grid (blocks, rows). Shared memory holds the queries and the
+ * keys as f32. Reads each key once a row: 4096 FMAs for 256 bytes, so arithmetic bounds
+ * it and rows need not share keys. */
 template <class T>
 __global__ void __launch_bounds__(SCORE_THREADS)
     score_pools(const score_args a, const __grid_constant__ hx_cuda_spans spans)
@@ -450,7 +539,8 @@ __global__ void __launch_bounds__(SCORE_THREADS)
                     score_queries(a, row, h0, c0, room);
                 score_keys<T>(a, s.slot, p0, n, c0, room);
                 __syncthreads();
-                warp_dots<4, 4>(dot, q, key, SCORE_LD, min(SCORE_WIDTH, (width - c0 + 3) & ~3));
+                warp_dots<4, 4>(dot, q, key, SCORE_LD,
+                                min(SCORE_WIDTH, (width - c0 + 3) & ~3));
                 if (c0 + SCORE_WIDTH >= width)
                     score_heads(a, dot, room, sum);
                 __syncthreads();
@@ -470,26 +560,21 @@ __global__ void __launch_bounds__(SCORE_THREADS)
     }
 }
 
-enum {
-    MMA_POOLS = 64,  /* of a tile; a warp has 16 of them and 16 heads */
-    MMA_STEPS = SCORE_WIDTH / 16,
-    MMA_KEY_LD = SCORE_WIDTH + 8,
-    MMA_THREADS = 256,
-};
-
 typedef struct {
     uint16_t key[2][MMA_POOLS][MMA_KEY_LD];
-    float    half[MMA_POOLS];
+    float half[MMA_POOLS];
 } mma_score_room;
 
 /* Begins to copy the keys of pools p0 on; width is a multiple of 16. */
-HX_DEVICE void mma_keys(const score_args &a, int slot, int p0, int seen, uint16_t (*to)[MMA_KEY_LD])
+HX_DEVICE void mma_keys(const score_args &a, int slot, int p0, int seen,
+                        uint16_t (*to)[MMA_KEY_LD])
 {
     const int per = HX_PAGE / a.pool_n, chunks = a.pool.width / 8;
 
 #pragma unroll
     for (int j = 0; j < MMA_POOLS * SCORE_WIDTH / 8 / MMA_THREADS; j++) {
-        const int at = threadIdx.x + MMA_THREADS * j, r = at / chunks, c = at % chunks * 8;
+        const int at = threadIdx.x + MMA_THREADS * j, r = at / chunks,
+                  c = at % chunks * 8;
         const bool in = p0 + r < seen;
 
         if (r < MMA_POOLS)
@@ -501,9 +586,9 @@ HX_DEVICE void mma_keys(const score_args &a, int slot, int p0, int seen, uint16_
     copy_commit();
 }
 
-/* As score_pools for up to 32 heads and keys of up to 128 bf16, on the matrix units: 8 warps,
- * 2 groups of 16 heads times 4 of 16 pools. The queries are split once and stay in registers;
- * keys come a tile ahead. */
+/* As score_pools for up to 32 heads and keys of up to 128 bf16, on the matrix units: 8
+ * warps, 2 groups of 16 heads times 4 of 16 pools. The queries are split once and stay in
+ * registers; keys come a tile ahead. */
 __global__ void __launch_bounds__(MMA_THREADS, 2)
     score_pools_mma(const score_args a, const __grid_constant__ hx_cuda_spans spans)
 {
@@ -524,8 +609,8 @@ __global__ void __launch_bounds__(MMA_THREADS, 2)
         w[i] = h + 8 * i < a.heads ? a.w[row * a.heads + h + 8 * i] * a.w_scale : 0.0f;
 #pragma unroll
     for (int k = 0; k < MMA_STEPS; k++)
-        split_rows<true>(q[k], a.q + (row * a.heads + h0) * width + 16 * k, width, a.heads - h0,
-                         width - 16 * k);
+        split_rows<true>(q[k], a.q + (row * a.heads + h0) * width + 16 * k, width,
+                         a.heads - h0, width - 16 * k);
     for (int p0 = blockIdx.x * MMA_POOLS, turn = 0; p0 < seen; p0 += stride, turn ^= 1) {
         float sum[2][2];
 
@@ -534,7 +619,8 @@ __global__ void __launch_bounds__(MMA_THREADS, 2)
         __syncthreads();
 #pragma unroll
         for (int t = 0; t < 2; t++) {
-            const uint16_t *key = &room.key[turn][16 * (warp & 3) + 8 * t + (lane & 7)][lane >> 3 << 3];
+            const uint16_t *key =
+                &room.key[turn][16 * (warp & 3) + 8 * t + (lane & 7)][lane >> 3 << 3];
             uint32_t b[MMA_STEPS / 2][4];
             float small[4] = {}, big[2][4] = {};
 
@@ -546,8 +632,8 @@ __global__ void __launch_bounds__(MMA_THREADS, 2)
 #pragma unroll
                 for (int k = 0; k < MMA_STEPS; k++)
                     if (k < steps)
-                        mma_bf16(part > 0 ? small : big[k / 4], q[k][part], b[k / 2][2 * (k & 1)],
-                                 b[k / 2][2 * (k & 1) + 1]);
+                        mma_bf16(part > 0 ? small : big[k / 4], q[k][part],
+                                 b[k / 2][2 * (k & 1)], b[k / 2][2 * (k & 1) + 1]);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const float d0 = (big[0][i] + big[1][i]) + small[i];
@@ -570,60 +656,11 @@ __global__ void __launch_bounds__(MMA_THREADS, 2)
                 const int p = at + 8 * (t >> 1) + (t & 1);
 
                 if (p0 + p < seen)
-                    a.score[row * a.ld_score + p0 + p] = sum[t >> 1][t & 1] + room.half[p];
+                    a.score[row * a.ld_score + p0 + p] =
+                        sum[t >> 1][t & 1] + room.half[p];
             }
         __syncthreads();
     }
-}
-
-/* Positions that a row may have: what the spans say, or, where they lie on the device, what
- * a slot has pages for. */
-static int64_t most_positions(const hx_rows *r, int64_t max_page)
-{
-    int64_t most = 0;
-
-    if (r->dev.p != NULL)
-        return max_page * HX_PAGE;
-    for (int32_t i = 0; i < r->n_span; i++)
-        most = HX_MAX(most, (int64_t)r->span[i].pos0 + r->span[i].n_row);
-    return HX_MIN(most, max_page * HX_PAGE);
-}
-
-extern "C" int hx_cuda_index_score(hx_dev *d, const hx_index_score_args *a, hx_err *err)
-{
-    score_args k = { (float *)a->score.p, (const float *)a->q.p, (const float *)a->w.p, {},
-                     a->ld_score, 0, (int)a->heads, (int)a->pool_n, a->scale, a->w_scale };
-    const int64_t pools =
-        HX_MIN(most_positions(&a->rows, a->pool.max_page) / a->pool_n, a->ld_score);
-    hx_cuda *c = hx_cuda_of(d);
-    hx_cuda_spans spans;
-    int rc;
-
-    if ((rc = hx_cuda_spans_of(&spans, &a->rows, "index_score", err)) != 0 ||
-        (rc = pages_of(&k.pool, &a->pool, "index_score", err)) != 0)
-        return rc;
-    if (a->heads > INT16_MAX)
-        return hx_fail(err, HX_EUNSUP, "index_score: %lld heads, cuda takes up to %d",
-                       (long long)a->heads, INT16_MAX);
-    const bool mma = k.pool.f32 == 0 && a->heads <= SCORE_HEADS && k.pool.width <= SCORE_WIDTH &&
-                     k.pool.width % 16 == 0 && ((uintptr_t)k.pool.data & 15) == 0 &&
-                     ((uintptr_t)k.q & 7) == 0;
-    for (; k.row0 < a->rows.n_row; k.row0 += GRID_Y) {
-        const int64_t rows = HX_MIN(a->rows.n_row - k.row0, GRID_Y);
-        const dim3 grid((unsigned)HX_MIN(hx_ceil_div(pools, SCORE_POOLS),
-                                         hx_ceil_div(2 * c->n_sm, rows)),
-                        (unsigned)rows);
-
-        if (mma)
-            HX_LAUNCH(c, "index_score", err, score_pools_mma, grid, MMA_THREADS, 0, k, spans);
-        else if (k.pool.f32 != 0)
-            HX_LAUNCH(c, "index_score", err, score_pools<float>, grid, SCORE_THREADS,
-                      sizeof(score_room), k, spans);
-        else
-            HX_LAUNCH(c, "index_score", err, score_pools<uint16_t>, grid, SCORE_THREADS,
-                      sizeof(score_room), k, spans);
-    }
-    return 0;
 }
 
 /* ---- the best scores ------------------------------------------------- */
@@ -635,10 +672,10 @@ enum {
 };
 
 typedef struct {
-    int32_t     *pick, *n_pick;
+    int32_t *pick, *n_pick;
     const float *score;
-    int64_t      ld_score, k;
-    int          pool_n;
+    int64_t ld_score, k;
+    int pool_n;
 } topk_args;
 
 typedef struct {
@@ -681,10 +718,10 @@ HX_DEVICE uint32_t sum_before(uint32_t v, uint32_t *warp_sum, uint32_t *total)
     return inside - v + (warp > 0 ? w : 0);
 }
 
-/* Counts the keys that agree with `prefix` above the digit at `shift`, by that digit. Warps
- * whose keys all fall into one bin add once: ties are common. */
-HX_DEVICE void topk_count(const float *score, int n, uint32_t prefix, uint32_t mask, int shift,
-                          topk_room *room)
+/* Counts the keys that agree with `prefix` above the digit at `shift`, by that digit.
+ * Warps whose keys all fall into one bin add once: ties are common. */
+HX_DEVICE void topk_count(const float *score, int n, uint32_t prefix, uint32_t mask,
+                          int shift, topk_room *room)
 {
     for (int i = threadIdx.x; i < TOPK_BINS; i += TOPK_THREADS)
         room->count[i] = 0;
@@ -697,8 +734,9 @@ HX_DEVICE void topk_count(const float *score, int n, uint32_t prefix, uint32_t m
             const int i = i0 + TOPK_THREADS * e + threadIdx.x;
             const uint32_t key = i < n ? score_key(score[i]) : 0;
 
-            bin[e] = i < n && ((key ^ prefix) & mask) == 0 ? key >> shift & (TOPK_BINS - 1)
-                                                           : TOPK_BINS;
+            bin[e] = i < n && ((key ^ prefix) & mask) == 0
+                         ? key >> shift & (TOPK_BINS - 1)
+                         : TOPK_BINS;
         }
 #pragma unroll
         for (int e = 0; e < TOPK_EACH; e++) {
@@ -715,7 +753,8 @@ HX_DEVICE void topk_count(const float *score, int n, uint32_t prefix, uint32_t m
 /* Finds the bin that holds the k-th best of what was counted. */
 HX_DEVICE void topk_find(uint32_t k, topk_room *room)
 {
-    const int b = TOPK_BINS - 2 - 2 * threadIdx.x; /* the thread's bins are b + 1, then b */
+    const int b =
+        TOPK_BINS - 2 - 2 * threadIdx.x; /* the thread's bins are b + 1, then b */
     const uint32_t hi = room->count[b + 1], lo = room->count[b];
     uint32_t total, above = sum_before(hi + lo, room->warp, &total);
 
@@ -730,19 +769,21 @@ HX_DEVICE void topk_find(uint32_t k, topk_room *room)
 }
 
 /* Writes the indices of scores above the key and of the first `ties` equal to it. */
-HX_DEVICE void topk_write(const float *score, int n, uint32_t key, uint32_t ties, int32_t *pick,
-                          topk_room *room)
+HX_DEVICE void topk_write(const float *score, int n, uint32_t key, uint32_t ties,
+                          int32_t *pick, topk_room *room)
 {
     uint32_t above = 0, equal = 0;
 
     for (int i0 = 0; i0 < n; i0 += TOPK_THREADS * TOPK_EACH) {
         const int i = i0 + TOPK_EACH * threadIdx.x;
-        uint32_t k[TOPK_EACH], mine = 0, total; /* above in the low half, equal in the high */
+        uint32_t k[TOPK_EACH], mine = 0,
+                               total; /* above in the low half, equal in the high */
 
 #pragma unroll
         for (int e = 0; e < TOPK_EACH; e++) {
             k[e] = i + e < n ? score_key(score[i + e]) : 0;
-            mine += i + e >= n ? 0 : (k[e] > key ? 1u : 0u) + (k[e] == key ? 0x10000u : 0u);
+            mine +=
+                i + e >= n ? 0 : (k[e] > key ? 1u : 0u) + (k[e] == key ? 0x10000u : 0u);
         }
         const uint32_t before = sum_before(mine, room->warp, &total);
         uint32_t a = above + (before & 0xFFFF), q = equal + (before >> 16);
@@ -760,9 +801,30 @@ HX_DEVICE void topk_write(const float *score, int n, uint32_t key, uint32_t ties
     }
 }
 
-/* One block: one row. Grid rows. Radix selection in three digits finds the key of the k-th
- * best score, a scan in index order writes the picks. Reads the scores four times, from the
- * cache but for the first. */
+__global__ void topk_rows(const topk_args a, const __grid_constant__ hx_cuda_spans spans);
+
+extern "C" int hx_cuda_topk(hx_dev *d, const hx_topk_args *a, hx_err *err)
+{
+    const topk_args k = { (int32_t *)a->pick.p,
+                          (int32_t *)a->n_pick.p,
+                          (const float *)a->score.p,
+                          a->ld_score,
+                          a->k,
+                          (int)a->pool_n };
+    hx_cuda *c = hx_cuda_of(d);
+    hx_cuda_spans spans;
+    const int rc = hx_cuda_spans_of(&spans, &a->rows, "topk", err);
+
+    if (rc != 0)
+        return rc;
+    HX_LAUNCH(c, "topk", err, topk_rows, dim3((unsigned)a->rows.n_row), TOPK_THREADS, 0,
+              k, spans);
+    return 0;
+}
+
+/* One block: one row. Grid rows. Radix selection in three digits finds the key of the
+ * k-th best score, a scan in index order writes the picks. Reads the scores four times,
+ * from the cache but for the first. */
 __global__ void __launch_bounds__(TOPK_THREADS)
     topk_rows(const topk_args a, const __grid_constant__ hx_cuda_spans spans)
 {
@@ -796,28 +858,13 @@ __global__ void __launch_bounds__(TOPK_THREADS)
     topk_write(score, n, key, k, pick, &room);
 }
 
-extern "C" int hx_cuda_topk(hx_dev *d, const hx_topk_args *a, hx_err *err)
-{
-    const topk_args k = { (int32_t *)a->pick.p, (int32_t *)a->n_pick.p,
-                          (const float *)a->score.p, a->ld_score, a->k, (int)a->pool_n };
-    hx_cuda *c = hx_cuda_of(d);
-    hx_cuda_spans spans;
-    const int rc = hx_cuda_spans_of(&spans, &a->rows, "topk", err);
-
-    if (rc != 0)
-        return rc;
-    HX_LAUNCH(c, "topk", err, topk_rows, dim3((unsigned)a->rows.n_row), TOPK_THREADS, 0, k,
-              spans);
-    return 0;
-}
-
 /* ---- attention over latents ------------------------------------------ */
 
 /* A row's positions are cut into at most SPLITS parts of at least SPLIT positions, by its
- * own length alone. A block has one part and 16 heads, which share each latent it reads; a
- * second kernel joins the parts. bf16 latents go through the matrix units; f32 ones, which
- * are for comparisons, through fp32 FMAs. Either way arithmetic, not memory, bounds it (16
- * thousand FMAs for a latent of 1,024 bytes), so prefill rows share no latents. */
+ * own length alone. A block has one part and 16 heads, which share each latent it reads;
+ * a second kernel joins the parts. bf16 latents go through the matrix units; f32 ones,
+ * which are for comparisons, through fp32 FMAs. Either way arithmetic, not memory, bounds
+ * it (16 thousand FMAs for a latent of 1,024 bytes), so prefill rows share no latents. */
 enum {
     SPLIT = 64,
     SPLITS = 64,
@@ -832,13 +879,13 @@ enum {
 };
 
 typedef struct {
-    float         *z, *part, *norm; /* part [rows, splits, heads, ld]; norm [.., 2] */
-    const float   *q;
+    float *z, *part, *norm; /* part [rows, splits, heads, ld]; norm [.., 2] */
+    const float *q;
     const int32_t *pick, *n_pick;
-    page_args      cache;
-    int64_t        k_pick, row0, splits;
-    int            heads, pool_n, ld; /* ld: the width, rounded up to a multiple of JOIN */
-    float          scale;
+    page_args cache;
+    int64_t k_pick, row0, splits;
+    int heads, pool_n, ld; /* ld: the width, rounded up to a multiple of JOIN */
+    float scale;
 } attend_args;
 
 typedef struct {
@@ -847,13 +894,15 @@ typedef struct {
     float p[TILE][HEADS], keep[HEADS];
 } attend_room;
 
-/* The positions that a row attends, in ascending order: pool_n of each pick, then the tail. */
+/* The positions that a row attends, in ascending order: pool_n of each pick, then the
+ * tail. */
 struct position_list {
     const int32_t *pick; /* NULL: all */
-    int            slot, pool_n, n_picked, seen, tail0, n, split;
+    int slot, pool_n, n_picked, seen, tail0, n, split;
 };
 
-HX_DEVICE position_list positions_of(const attend_args &a, const hx_cuda_spans &spans, int64_t row)
+HX_DEVICE position_list positions_of(const attend_args &a, const hx_cuda_spans &spans,
+                                     int64_t row)
 {
     const hx_span s = hx_span_of_row(spans, row);
     const int len = s.n_row == 0 ? 0 : s.pos0 + (int)(row - s.row0) + 1;
@@ -884,15 +933,16 @@ HX_DEVICE int position_at(const position_list &l, int i)
     return l.tail0 + (i - l.n_picked);
 }
 
-/* Puts positions i0 on of the list, TILE at most, into shared memory, 0 past end and past the
- * width. */
-HX_DEVICE void tile_fill(const attend_args &a, const position_list &l, int i0, int end, int pad,
-                         attend_room *room)
+/* Puts positions i0 on of the list, TILE at most, into shared memory, 0 past end and past
+ * the width. */
+HX_DEVICE void tile_fill(const attend_args &a, const position_list &l, int i0, int end,
+                         int pad, attend_room *room)
 {
     for (int r = threadIdx.x / 32; r < TILE; r += ATTEND_WARPS) {
         const bool in = i0 + r < end;
-        const float *c = (const float *)a.cache.data +
-                         (in ? page_item(a.cache, l.slot, position_at(l, i0 + r), HX_PAGE) : 0);
+        const float *c =
+            (const float *)a.cache.data +
+            (in ? page_item(a.cache, l.slot, position_at(l, i0 + r), HX_PAGE) : 0);
 
 #pragma unroll 4
         for (int d = threadIdx.x & 31; d < pad; d += 32)
@@ -906,8 +956,8 @@ HX_DEVICE void attend_dots(int pad, attend_room *room)
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, part = pad / ATTEND_WARPS;
     float dot[4][2] = {};
 
-    warp_dots<4, 2>(dot, &room->q[lane >> 3][warp * part], &room->c[lane & 7][warp * part],
-                    LATENT_LD, part);
+    warp_dots<4, 2>(dot, &room->q[lane >> 3][warp * part],
+                    &room->c[lane & 7][warp * part], LATENT_LD, part);
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -916,7 +966,8 @@ HX_DEVICE void attend_dots(int pad, attend_room *room)
 }
 
 /* A thread has one head and one latent; 16 lanes share a head and its running softmax. */
-HX_DEVICE void attend_soften(float scale, int n, float &top, float &mass, attend_room *room)
+HX_DEVICE void attend_soften(float scale, int n, float &top, float &mass,
+                             attend_room *room)
 {
     const int h = threadIdx.x >> 4, i = threadIdx.x & 15;
     float s = 0, best, sum;
@@ -955,7 +1006,8 @@ HX_DEVICE void attend_blend(float (&z)[8][4], int pad, const attend_room *room)
 #pragma unroll 4
     for (int i = 0; i < TILE; i++) {
         const float4 c = *(const float4 *)&room->c[i][d];
-        const float4 a = *(const float4 *)&room->p[i][h0], b = *(const float4 *)&room->p[i][h0 + 4];
+        const float4 a = *(const float4 *)&room->p[i][h0],
+                     b = *(const float4 *)&room->p[i][h0 + 4];
         const float p[8] = { a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w };
 
 #pragma unroll
@@ -971,8 +1023,8 @@ HX_DEVICE void attend_blend(float (&z)[8][4], int pad, const attend_room *room)
 /* What a block works on. */
 struct attend_part {
     position_list l;
-    int           head0, n_head, begin, end;
-    int64_t       row, at; /* row of q; where the part of head0 goes, in heads */
+    int head0, n_head, begin, end;
+    int64_t row, at; /* row of q; where the part of head0 goes, in heads */
 };
 
 HX_DEVICE attend_part attend_begin(const attend_args &a, const hx_cuda_spans &spans)
@@ -991,7 +1043,8 @@ HX_DEVICE attend_part attend_begin(const attend_args &a, const hx_cuda_spans &sp
 }
 
 /* The running softmax of a head, known to its 16 lanes. */
-HX_DEVICE void attend_norm(const attend_args &a, const attend_part &x, float top, float mass)
+HX_DEVICE void attend_norm(const attend_args &a, const attend_part &x, float top,
+                           float mass)
 {
     const int h = threadIdx.x >> 4;
 
@@ -1001,8 +1054,124 @@ HX_DEVICE void attend_norm(const attend_args &a, const attend_part &x, float top
     }
 }
 
-/* One block: one part of one row's positions, 16 heads, f32 latents. Grid (splits * heads /
- * 16, rows). Shared memory: the queries, a tile of 16 latents and its scores, 74 KiB. */
+/* The same for bf16 latents. 8 warps; for scores a warp has an eighth of the channels and
+ * all latents of a tile, for z an eighth of the channels too. */
+enum {
+    MMA_TILE = 32,
+    MMA_LD = MAX_LATENT + 8, /* so that 8 rows at one column lie in different banks */
+    MMA_DOT_LD = MMA_TILE + 8,
+    MMA_P_LD = MMA_TILE + 8,
+    MMA_PART = MAX_LATENT / ATTEND_WARPS, /* channels of a warp, at most */
+};
+
+typedef struct {
+    uint16_t c[2][MMA_TILE][MMA_LD]; /* the tile at work and the next */
+    float dot[ATTEND_WARPS][HEADS][MMA_DOT_LD];
+    uint16_t p[SPLIT_BF16][HEADS][MMA_P_LD];
+    float keep[HEADS];
+    int64_t from[2 * MMA_TILE]; /* where the latents of two tiles begin */
+} mma_room;
+
+__global__ void attend_parts(const attend_args a,
+                             const __grid_constant__ hx_cuda_spans spans);
+template <bool VEC>
+__global__ void attend_parts_mma(const attend_args a,
+                                 const __grid_constant__ hx_cuda_spans spans);
+__global__ void attend_join(const attend_args a,
+                            const __grid_constant__ hx_cuda_spans spans);
+
+/* Parts of the longest row of a call. */
+static int64_t most_splits(const hx_mla_attend_args *a)
+{
+    int64_t n = most_positions(&a->rows, a->cache.max_page);
+
+    if (a->pick.p != NULL)
+        n = HX_MIN(n, (a->k_pick + 1) * a->pool_n - 1);
+    return HX_MAX(HX_MIN(hx_ceil_div(n, SPLIT), (int64_t)SPLITS), 1);
+}
+
+static size_t attend_bytes(int64_t splits, int64_t heads, int64_t width)
+{
+    return (size_t)(splits * heads * (width + 2)) * sizeof(float);
+}
+
+size_t hx_cuda_attn_scratch_bytes(const hx_dev_limits *l, int n_sm)
+{
+    (void)n_sm;
+    return (size_t)HX_MIN(l->max_rows, (int64_t)ATTEND_ROWS) *
+           attend_bytes(HX_MIN((int64_t)SPLITS, hx_ceil_div(l->max_ctx, SPLIT) + 1),
+                        l->max_heads, MAX_LATENT);
+}
+
+static int attend_rows(hx_cuda *c, const attend_args *k, const hx_cuda_spans *spans,
+                       int64_t rows, hx_err *err)
+{
+    const dim3 grid((unsigned)(k->splits * hx_ceil_div(k->heads, HEADS)), (unsigned)rows);
+
+    if (k->cache.f32 != 0)
+        HX_LAUNCH(c, "mla_attend", err, attend_parts, grid, ATTEND_THREADS,
+                  sizeof(attend_room), *k, *spans);
+    else if (k->cache.width % 8 == 0 &&
+             (((uintptr_t)k->cache.data | (uintptr_t)k->q) & 15) == 0)
+        HX_LAUNCH(c, "mla_attend", err, attend_parts_mma<true>, grid, ATTEND_THREADS,
+                  sizeof(mma_room), *k, *spans);
+    else
+        HX_LAUNCH(c, "mla_attend", err, attend_parts_mma<false>, grid, ATTEND_THREADS,
+                  sizeof(mma_room), *k, *spans);
+    HX_LAUNCH(c, "mla_attend", err, attend_join, dim3((unsigned)k->heads, (unsigned)rows),
+              ROW_THREADS, 0, *k, *spans);
+    return 0;
+}
+
+extern "C" int hx_cuda_mla_attend(hx_dev *d, const hx_mla_attend_args *a, hx_err *err)
+{
+    hx_cuda *c = hx_cuda_of(d);
+    attend_args k = { (float *)a->z.p,
+                      (float *)c->scratch,
+                      NULL,
+                      (const float *)a->q.p,
+                      (const int32_t *)a->pick.p,
+                      (const int32_t *)a->n_pick.p,
+                      {},
+                      a->k_pick,
+                      0,
+                      most_splits(a),
+                      (int)a->heads,
+                      (int)a->pool_n,
+                      (int)hx_ceil_div(a->cache.width, JOIN) * JOIN,
+                      a->scale };
+    const size_t each = attend_bytes(k.splits, a->heads, k.ld);
+    const int64_t fit = HX_MIN((int64_t)(c->scratch_bytes / each), GRID_Y);
+    hx_cuda_spans spans;
+    int rc;
+
+    if (a->cache.width > MAX_LATENT || a->heads > INT16_MAX)
+        return hx_fail(
+            err, HX_EUNSUP,
+            "mla_attend: %lld heads of width %lld, cuda takes up to %d of up to %d",
+            (long long)a->heads, (long long)a->cache.width, INT16_MAX, MAX_LATENT);
+    if (fit < 1)
+        return hx_fail(
+            err, HX_EARG,
+            "mla_attend: needs %zu bytes of scratch a row, the device was opened "
+            "with %zu; open it with larger limits",
+            each, c->scratch_bytes);
+    if ((rc = hx_cuda_spans_of(&spans, &a->rows, "mla_attend", err)) != 0 ||
+        (rc = pages_of(&k.cache, &a->cache, "mla_attend", err)) != 0)
+        return rc;
+    for (; k.row0 < a->rows.n_row; k.row0 += fit) {
+        const int64_t rows = HX_MIN(a->rows.n_row - k.row0, fit);
+
+        k.norm = k.part + rows * k.splits * a->heads * k.ld;
+        if ((rc = attend_rows(c, &k, &spans, rows, err)) != 0)
+            return rc;
+    }
+    return 0;
+}
+
+/* One block: one part of one row's positions, 16 heads, f32 latents. Grid (splits * heads
+ * / 16, rows). Shared memory: the queries, a tile of 16 latents and its scores, 74 KiB.
+ */
 __global__ void __launch_bounds__(ATTEND_THREADS, 2)
     attend_parts(const attend_args a, const __grid_constant__ hx_cuda_spans spans)
 {
@@ -1039,34 +1208,17 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2)
     attend_norm(a, x, top, mass);
 }
 
-/* The same for bf16 latents. 8 warps; for scores a warp has an eighth of the channels and
- * all latents of a tile, for z an eighth of the channels too. */
-enum {
-    MMA_TILE = 32,
-    MMA_LD = MAX_LATENT + 8, /* so that 8 rows at one column lie in different banks */
-    MMA_DOT_LD = MMA_TILE + 8,
-    MMA_P_LD = MMA_TILE + 8,
-    MMA_PART = MAX_LATENT / ATTEND_WARPS, /* channels of a warp, at most */
-};
-
-typedef struct {
-    uint16_t c[2][MMA_TILE][MMA_LD]; /* the tile at work and the next */
-    float    dot[ATTEND_WARPS][HEADS][MMA_DOT_LD];
-    uint16_t p[SPLIT_BF16][HEADS][MMA_P_LD];
-    float    keep[HEADS];
-    int64_t  from[2 * MMA_TILE];     /* where the latents of two tiles begin */
-} mma_room;
-
 /* Where latent i of the list begins; negative past the end. */
 HX_DEVICE int64_t mma_find(const attend_args &a, const attend_part &x, int i)
 {
     return i < x.end ? page_item(a.cache, x.l.slot, position_at(x.l, i), HX_PAGE) : -1;
 }
 
-/* Begins to copy the latents that begin at from[0 .. MMA_TILE), 0 past the width. VEC: 16 bytes
- * at a time. */
+/* Begins to copy the latents that begin at from[0 .. MMA_TILE), 0 past the width. VEC: 16
+ * bytes at a time. */
 template <bool VEC>
-HX_DEVICE void mma_tile(const attend_args &a, const int64_t *from, int pad, uint16_t (*to)[MMA_LD])
+HX_DEVICE void mma_tile(const attend_args &a, const int64_t *from, int pad,
+                        uint16_t (*to)[MMA_LD])
 {
     const uint16_t *data = (const uint16_t *)a.cache.data;
     const int lane = threadIdx.x & 31, width = a.cache.width;
@@ -1080,7 +1232,8 @@ HX_DEVICE void mma_tile(const attend_args &a, const int64_t *from, int pad, uint
 #pragma unroll
             for (int c = 0; c < MAX_LATENT; c += 256)
                 if (c + 8 * lane < width)
-                    copy16(&to[r][c + 8 * lane], data + (at < 0 ? 0 : at + c + 8 * lane), at >= 0);
+                    copy16(&to[r][c + 8 * lane], data + (at < 0 ? 0 : at + c + 8 * lane),
+                           at >= 0);
         } else {
             for (int d = lane; d < width; d += 32)
                 to[r][d] = at < 0 ? 0 : data[at + d];
@@ -1112,7 +1265,8 @@ HX_DEVICE void mma_dots(const uint32_t (&q)[MMA_PART / 16][SPLIT_BF16][4], int s
 #pragma unroll
             for (int k = 0; k < MMA_PART / 16; k++)
                 if (k < steps)
-                    mma_bf16(d, q[k][part], b[k / 2][2 * (k & 1)], b[k / 2][2 * (k & 1) + 1]);
+                    mma_bf16(d, q[k][part], b[k / 2][2 * (k & 1)],
+                             b[k / 2][2 * (k & 1) + 1]);
         float *to = &dot[lane >> 2][n + 2 * (lane & 3)];
         *(float2 *)to = make_float2(d[0], d[1]);
         *(float2 *)(to + 8 * MMA_DOT_LD) = make_float2(d[2], d[3]);
@@ -1202,7 +1356,8 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2)
     mma_room *room = (mma_room *)shared;
     const attend_part x = attend_begin(a, spans);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, width = a.cache.width;
-    const int pad = (width + 127) & ~127, steps = pad / (16 * ATTEND_WARPS), d0 = 16 * warp * steps;
+    const int pad = (width + 127) & ~127, steps = pad / (16 * ATTEND_WARPS),
+              d0 = 16 * warp * steps;
     uint32_t q[MMA_PART / 16][SPLIT_BF16][4];
     float z[MMA_PART / 8][4] = {}, top = -INFINITY, mass = 0;
 
@@ -1216,15 +1371,16 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2)
 #pragma unroll
     for (int k = 0; k < MMA_PART / 16; k++)
         if (k < steps)
-            split_rows<VEC>(q[k], a.q + (x.row * a.heads + x.head0) * width + d0 + 16 * k, width,
-                            x.n_head, width - d0 - 16 * k);
+            split_rows<VEC>(q[k], a.q + (x.row * a.heads + x.head0) * width + d0 + 16 * k,
+                            width, x.n_head, width - d0 - 16 * k);
     for (int i0 = x.begin, turn = 0; i0 < x.end; i0 += MMA_TILE, turn ^= 1) {
         const uint16_t *c = room->c[turn][0];
 
         copy_wait_older();
         __syncthreads();
         if (threadIdx.x < MMA_TILE)
-            room->from[threadIdx.x] = mma_find(a, x, i0 + 2 * MMA_TILE + (int)threadIdx.x);
+            room->from[threadIdx.x] =
+                mma_find(a, x, i0 + 2 * MMA_TILE + (int)threadIdx.x);
         mma_dots(q, steps, c + d0, room->dot[warp]);
         __syncthreads();
         mma_soften(a.scale, x.end - i0, top, mass, room);
@@ -1278,7 +1434,8 @@ __global__ void __launch_bounds__(ROW_THREADS)
         const float *part = a.part + first * a.ld + d;
         float z[JOIN] = {};
 
-        /* many loads at once: there is one block for a head, and it waits for them alone */
+        /* many loads at once: there is one block for a head, and it waits for them alone
+         */
 #pragma unroll 16
         for (int i = 0; i < n; i++) {
             const float4 v = *(const float4 *)(part + i * ld);
@@ -1291,90 +1448,4 @@ __global__ void __launch_bounds__(ROW_THREADS)
         for (int e = 0; e < JOIN && d + e < width; e++)
             a.z[(row * a.heads + blockIdx.x) * width + d + e] = z[e] / total;
     }
-}
-
-/* Parts of the longest row of a call. */
-static int64_t most_splits(const hx_mla_attend_args *a)
-{
-    int64_t n = most_positions(&a->rows, a->cache.max_page);
-
-    if (a->pick.p != NULL)
-        n = HX_MIN(n, (a->k_pick + 1) * a->pool_n - 1);
-    return HX_MAX(HX_MIN(hx_ceil_div(n, SPLIT), SPLITS), 1);
-}
-
-static size_t attend_bytes(int64_t splits, int64_t heads, int64_t width)
-{
-    return (size_t)(splits * heads * (width + 2)) * sizeof(float);
-}
-
-size_t hx_cuda_attn_scratch_bytes(const hx_dev_limits *l, int n_sm)
-{
-    (void)n_sm;
-    return (size_t)HX_MIN(l->max_rows, ATTEND_ROWS) *
-           attend_bytes(HX_MIN(SPLITS, hx_ceil_div(l->max_ctx, SPLIT) + 1), l->max_heads,
-                        MAX_LATENT);
-}
-
-static int attend_rows(hx_cuda *c, const attend_args *k, const hx_cuda_spans *spans, int64_t rows,
-                       hx_err *err)
-{
-    const dim3 grid((unsigned)(k->splits * hx_ceil_div(k->heads, HEADS)), (unsigned)rows);
-
-    if (k->cache.f32 != 0)
-        HX_LAUNCH(c, "mla_attend", err, attend_parts, grid, ATTEND_THREADS, sizeof(attend_room),
-                  *k, *spans);
-    else if (k->cache.width % 8 == 0 && (((uintptr_t)k->cache.data | (uintptr_t)k->q) & 15) == 0)
-        HX_LAUNCH(c, "mla_attend", err, attend_parts_mma<true>, grid, ATTEND_THREADS,
-                  sizeof(mma_room), *k, *spans);
-    else
-        HX_LAUNCH(c, "mla_attend", err, attend_parts_mma<false>, grid, ATTEND_THREADS,
-                  sizeof(mma_room), *k, *spans);
-    HX_LAUNCH(c, "mla_attend", err, attend_join, dim3((unsigned)k->heads, (unsigned)rows),
-              ROW_THREADS, 0, *k, *spans);
-    return 0;
-}
-
-extern "C" int hx_cuda_mla_attend(hx_dev *d, const hx_mla_attend_args *a, hx_err *err)
-{
-    hx_cuda *c = hx_cuda_of(d);
-    attend_args k = { (float *)a->z.p,
-                      (float *)c->scratch,
-                      NULL,
-                      (const float *)a->q.p,
-                      (const int32_t *)a->pick.p,
-                      (const int32_t *)a->n_pick.p,
-                      {},
-                      a->k_pick,
-                      0,
-                      most_splits(a),
-                      (int)a->heads,
-                      (int)a->pool_n,
-                      (int)hx_ceil_div(a->cache.width, JOIN) * JOIN,
-                      a->scale };
-    const size_t each = attend_bytes(k.splits, a->heads, k.ld);
-    const int64_t fit = HX_MIN((int64_t)(c->scratch_bytes / each), GRID_Y);
-    hx_cuda_spans spans;
-    int rc;
-
-    if (a->cache.width > MAX_LATENT || a->heads > INT16_MAX)
-        return hx_fail(err, HX_EUNSUP,
-                       "mla_attend: %lld heads of width %lld, cuda takes up to %d of up to %d",
-                       (long long)a->heads, (long long)a->cache.width, INT16_MAX, MAX_LATENT);
-    if (fit < 1)
-        return hx_fail(err, HX_EARG,
-                       "mla_attend: needs %zu bytes of scratch a row, the device was opened "
-                       "with %zu; open it with larger limits",
-                       each, c->scratch_bytes);
-    if ((rc = hx_cuda_spans_of(&spans, &a->rows, "mla_attend", err)) != 0 ||
-        (rc = pages_of(&k.cache, &a->cache, "mla_attend", err)) != 0)
-        return rc;
-    for (; k.row0 < a->rows.n_row; k.row0 += fit) {
-        const int64_t rows = HX_MIN(a->rows.n_row - k.row0, fit);
-
-        k.norm = k.part + rows * k.splits * a->heads * k.ld;
-        if ((rc = attend_rows(c, &k, &spans, rows, err)) != 0)
-            return rc;
-    }
-    return 0;
 }

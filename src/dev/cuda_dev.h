@@ -122,7 +122,7 @@ cudaError_t    hx_cuda_stage_done(hx_cuda *c, hx_cuda_stage *s);
         const dim3 grid_ = (grid);                                                       \
         cudaError_t rc_ = cudaSuccess;                                                   \
                                                                                          \
-        if ((shared) > 48 * 1024)                                                        \
+        if ((shared) > 32 * 1024)                                                        \
             rc_ = cudaFuncSetAttribute(                                                  \
                 kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)(shared));     \
         if (rc_ == cudaSuccess && grid_.x > 0 && grid_.y > 0 && grid_.z > 0) {           \

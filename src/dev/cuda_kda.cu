@@ -1,13 +1,14 @@
-/* cuda_kda.cu - the linear-attention operations on the GPU: short convolution, gates, gated
- * delta rule, output norm. Called through the operation table in cuda.cu. Never allocates,
- * waits or reads back; spans are read where they are, so that a decode step can be replayed.
+/* cuda_kda.cu - the linear-attention operations on the GPU: short convolution, gates,
+ * gated delta rule, output norm. Called through the operation table in cuda.cu. Never
+ * allocates, waits or reads back; spans are read where they are, so that a decode step
+ * can be replayed.
  *
  * The gated delta rule is one kernel for decode and prefill. A thread keeps its piece of a
  * head's state in registers, so a row costs four fp32 operations per state element and no
- * memory. The chunked form needs more than that: for 64 rows of a 128 x 128 head 69
- * thousand products a row against 66 thousand, and it pays only on matrix units, whose
- * fp16 and tf32 inputs cost more accuracy than the bound allows. So prefill has the bits
- * of decode, wherever it is cut. */
+ * memory. The chunked form costs no less (for 64 rows of a 128 x 128 head 69 thousand
+ * products a row against 66 thousand), but for matrix units, where fp32 operands take six
+ * products of bf16 parts each. So prefill has the bits of decode, wherever it is cut. 512
+ * rows of 64 heads: 342 us (H200, 2026-11), half of the cycles without an instruction. */
 #include "dev/cuda_dev.h"
 
 /* ---- short convolution ----------------------------------------------- */
@@ -18,10 +19,10 @@ enum {
 };
 
 typedef struct {
-    float       *y, *state, *pend;
+    float *y, *state, *pend;
     const float *u, *w;
-    int64_t      channels;
-    int          hold;
+    int64_t channels;
+    int hold;
 } conv_args;
 
 template <int TAPS> HX_DEVICE void conv_push(float *past, float u)
@@ -60,17 +61,57 @@ HX_DEVICE void conv_keep(const conv_args &a, const hx_span &s, int64_t c, float 
         state[i * a.channels] = past[i + 1];
 }
 
+template <int TAPS>
+__global__ void conv_rows(const conv_args a, const __grid_constant__ hx_cuda_spans spans);
+
+extern "C" int hx_cuda_conv_short(hx_dev *d, const hx_conv_short_args *a, hx_err *err)
+{
+    const conv_args k = { (float *)a->y.p,
+                          (float *)a->state.p,
+                          (float *)a->pend.p,
+                          (const float *)a->u.p,
+                          (const float *)a->w.p,
+                          a->channels,
+                          a->hold };
+    const int64_t per_span = a->hold ? HX_PEND_MAX : HX_MAX(a->rows.n_row, 1);
+    const dim3 grid((unsigned)hx_ceil_div(a->channels, CONV_THREADS),
+                    (unsigned)hx_ceil_div(per_span, CONV_ROWS), (unsigned)a->rows.n_span);
+    hx_cuda *c = hx_cuda_of(d);
+    hx_cuda_spans spans;
+    const int rc = hx_cuda_spans_of(&spans, &a->rows, "conv_short", err);
+
+    if (rc != 0)
+        return rc;
+    switch (a->taps) {
+#define CASE(n)                                                                          \
+    case n:                                                                              \
+        HX_LAUNCH(c, "conv_short", err, conv_rows<n>, grid, CONV_THREADS, 0, k, spans);  \
+        break
+        CASE(1);
+        CASE(2);
+        CASE(3);
+        CASE(4);
+        CASE(5);
+        CASE(6);
+        CASE(7);
+        CASE(8);
+#undef CASE
+    }
+    return 0;
+}
+
 /* One block: 128 channels, 16 rows of a span; a thread has one channel, its taps and its
- * last inputs in registers. Grid (channels / 128, rows / 16, spans). The block of a span's
- * first rows folds and writes the state, which no other block reads. Moves u and y once;
- * per span the state in and out and the pending rows. */
+ * last inputs in registers. Grid (channels / 128, rows / 16, spans). The block of a
+ * span's first rows folds and writes the state, which no other block reads. Moves u and y
+ * once; per span the state in and out and the pending rows. */
 template <int TAPS>
 __global__ void __launch_bounds__(CONV_THREADS)
     conv_rows(const conv_args a, const __grid_constant__ hx_cuda_spans spans)
 {
     const hx_span s = hx_span_at(spans, (int32_t)blockIdx.z);
     const int64_t c = (int64_t)blockIdx.x * CONV_THREADS + threadIdx.x, n = a.channels;
-    const int64_t t0 = (int64_t)blockIdx.y * CONV_ROWS, t1 = min(t0 + CONV_ROWS, (int64_t)s.n_row);
+    const int64_t t0 = (int64_t)blockIdx.y * CONV_ROWS,
+                  t1 = min(t0 + CONV_ROWS, (int64_t)s.n_row);
     const float *u = a.u + s.row0 * n + c;
     float past[TAPS], w[TAPS];
 
@@ -108,51 +149,55 @@ __global__ void __launch_bounds__(CONV_THREADS)
     }
 }
 
-extern "C" int hx_cuda_conv_short(hx_dev *d, const hx_conv_short_args *a, hx_err *err)
-{
-    const conv_args k = { (float *)a->y.p,       (float *)a->state.p,   (float *)a->pend.p,
-                          (const float *)a->u.p, (const float *)a->w.p, a->channels,
-                          a->hold };
-    const int64_t per_span = a->hold ? HX_PEND_MAX : HX_MAX(a->rows.n_row, 1);
-    const dim3 grid((unsigned)hx_ceil_div(a->channels, CONV_THREADS),
-                    (unsigned)hx_ceil_div(per_span, CONV_ROWS), (unsigned)a->rows.n_span);
-    hx_cuda *c = hx_cuda_of(d);
-    hx_cuda_spans spans;
-    const int rc = hx_cuda_spans_of(&spans, &a->rows, "conv_short", err);
-
-    if (rc != 0)
-        return rc;
-    switch (a->taps) {
-#define CASE(n)                                                                          \
-    case n:                                                                              \
-        HX_LAUNCH(c, "conv_short", err, conv_rows<n>, grid, CONV_THREADS, 0, k, spans);  \
-        break
-        CASE(1);
-        CASE(2);
-        CASE(3);
-        CASE(4);
-        CASE(5);
-        CASE(6);
-        CASE(7);
-        CASE(8);
-#undef CASE
-    }
-    return 0;
-}
-
 /* ---- gates ----------------------------------------------------------- */
 
 enum { ROW_THREADS = 128 };
 
 typedef struct {
-    float       *g, *beta;
+    float *g, *beta;
     const float *f, *b, *a_log, *dt_bias;
-    int          heads, width;
-    float        bound;
+    int heads, width;
+    float bound;
 } gate_args;
 
-/* One block: 128 of the heads * width channels of one row; the first blocks of a row do its
- * beta as well. Grid (heads * width / 128, rows). Moves f and g. */
+__global__ void gate_rows(const gate_args a);
+
+/* Rows from r on that one launch takes: the second dimension of a grid ends at 65,535. */
+static int64_t grid_rows(int64_t rows, int64_t r)
+{
+    return HX_MIN(rows - r, 65535);
+}
+
+extern "C" int hx_cuda_kda_gate(hx_dev *d, const hx_kda_gate_args *a, hx_err *err)
+{
+    const int64_t n = a->heads * a->width;
+    hx_cuda *c = hx_cuda_of(d);
+
+    if (n > INT32_MAX / 2)
+        return hx_fail(err, HX_EUNSUP,
+                       "kda_gate: %lld heads of %lld are too wide for cuda",
+                       (long long)a->heads, (long long)a->width);
+    for (int64_t r = 0; r < a->rows; r += grid_rows(a->rows, r)) {
+        const gate_args k = { (float *)a->g.p + r * n,
+                              (float *)a->beta.p + r * a->heads,
+                              (const float *)a->f.p + r * n,
+                              (const float *)a->b.p + r * a->heads,
+                              (const float *)a->a_log.p,
+                              (const float *)a->dt_bias.p,
+                              (int)a->heads,
+                              (int)a->width,
+                              a->bound };
+
+        HX_LAUNCH(
+            c, "kda_gate", err, gate_rows,
+            dim3((unsigned)hx_ceil_div(n, ROW_THREADS), (unsigned)grid_rows(a->rows, r)),
+            ROW_THREADS, 0, k);
+    }
+    return 0;
+}
+
+/* One block: 128 of the heads * width channels of one row; the first blocks of a row do
+ * its beta as well. Grid (heads * width / 128, rows). Moves f and g. */
 __global__ void __launch_bounds__(ROW_THREADS) gate_rows(const gate_args a)
 {
     const int i = (int)blockIdx.x * ROW_THREADS + (int)threadIdx.x;
@@ -167,47 +212,37 @@ __global__ void __launch_bounds__(ROW_THREADS) gate_rows(const gate_args a)
         a.beta[r * a.heads + i] = hx_sigmoid(a.b[r * a.heads + i]);
 }
 
-/* Rows from r on that one launch takes: the second dimension of a grid ends at 65,535. */
-static int64_t grid_rows(int64_t rows, int64_t r)
-{
-    return HX_MIN(rows - r, 65535);
-}
-
-extern "C" int hx_cuda_kda_gate(hx_dev *d, const hx_kda_gate_args *a, hx_err *err)
-{
-    const int64_t n = a->heads * a->width;
-    hx_cuda *c = hx_cuda_of(d);
-
-    if (n > INT32_MAX / 2)
-        return hx_fail(err, HX_EUNSUP, "kda_gate: %lld heads of %lld are too wide for cuda",
-                       (long long)a->heads, (long long)a->width);
-    for (int64_t r = 0; r < a->rows; r += grid_rows(a->rows, r)) {
-        const gate_args k = { (float *)a->g.p + r * n,
-                              (float *)a->beta.p + r * a->heads,
-                              (const float *)a->f.p + r * n,
-                              (const float *)a->b.p + r * a->heads,
-                              (const float *)a->a_log.p,
-                              (const float *)a->dt_bias.p,
-                              (int)a->heads,
-                              (int)a->width,
-                              a->bound };
-
-        HX_LAUNCH(c, "kda_gate", err, gate_rows,
-                  dim3((unsigned)hx_ceil_div(n, ROW_THREADS), (unsigned)grid_rows(a->rows, r)),
-                  ROW_THREADS, 0, k);
-    }
-    return 0;
-}
-
 /* ---- output norm ----------------------------------------------------- */
 
 typedef struct {
-    float       *y;
+    float *y;
     const float *o, *z, *w;
-    int64_t      n; /* rows * heads */
-    int          width;
-    float        eps;
+    int64_t n; /* rows * heads */
+    int width;
+    float eps;
 } out_args;
+
+__global__ void out_heads(const out_args a);
+
+extern "C" int hx_cuda_kda_out(hx_dev *d, const hx_kda_out_args *a, hx_err *err)
+{
+    const out_args k = { (float *)a->y.p,
+                         (const float *)a->o.p,
+                         (const float *)a->z.p,
+                         (const float *)a->w.p,
+                         a->rows * a->heads,
+                         (int)a->width,
+                         a->eps };
+    hx_cuda *c = hx_cuda_of(d);
+
+    if (a->width > INT32_MAX || hx_ceil_div(k.n, ROW_THREADS / 32) > INT32_MAX)
+        return hx_fail(err, HX_EUNSUP,
+                       "kda_out: %lld rows of %lld heads are too many for cuda",
+                       (long long)a->rows, (long long)a->heads);
+    HX_LAUNCH(c, "kda_out", err, out_heads,
+              dim3((unsigned)hx_ceil_div(k.n, ROW_THREADS / 32)), ROW_THREADS, 0, k);
+    return 0;
+}
 
 /* One warp: one head of one row. Grid rows * heads / 4. Moves o, z and y; o is read
  * twice, the second time from the cache. y may be o: a lane keeps to its elements. */
@@ -226,32 +261,13 @@ __global__ void __launch_bounds__(ROW_THREADS) out_heads(const out_args a)
         a.y[at + d] = a.w[d] * (a.o[at + d] * scale) * hx_sigmoid(a.z[at + d]);
 }
 
-extern "C" int hx_cuda_kda_out(hx_dev *d, const hx_kda_out_args *a, hx_err *err)
-{
-    const out_args k = { (float *)a->y.p,
-                         (const float *)a->o.p,
-                         (const float *)a->z.p,
-                         (const float *)a->w.p,
-                         a->rows * a->heads,
-                         (int)a->width,
-                         a->eps };
-    hx_cuda *c = hx_cuda_of(d);
-
-    if (a->width > INT32_MAX || hx_ceil_div(k.n, ROW_THREADS / 32) > INT32_MAX)
-        return hx_fail(err, HX_EUNSUP, "kda_out: %lld rows of %lld heads are too many for cuda",
-                       (long long)a->rows, (long long)a->heads);
-    HX_LAUNCH(c, "kda_out", err, out_heads, dim3((unsigned)hx_ceil_div(k.n, ROW_THREADS / 32)),
-              ROW_THREADS, 0, k);
-    return 0;
-}
-
 /* ---- gated delta rule ------------------------------------------------ */
 
-/* A block has 32 columns of a head's state [K, V], a warp 8: lane = 16 * group + part holds,
- * of the four columns of its group, rows k = 64 i + 4 part + e, e < 4, i < K / 64. So a row's
- * operands, which all columns share, come out of shared memory half as often as with two
- * columns a lane. A sum over k is a chain of FMAs in order of k inside a lane and a tree over
- * the 16 parts. */
+/* A block has 32 columns of a head's state [K, V], a warp 8: lane = 16 * group + part
+ * holds, of the four columns of its group, rows k = 64 i + 4 part + e, e < 4, i < K / 64.
+ * So a row's operands, which all columns share, come out of shared memory half as often
+ * as with two columns a lane. A sum over k is a chain of FMAs in order of k inside a lane
+ * and a tree over the 16 parts. */
 enum {
     KDA_WARPS = 4,  /* that run rows */
     KDA_MAKERS = 2, /* that prepare the next ones meanwhile, in prefill */
@@ -261,17 +277,18 @@ enum {
 };
 
 typedef struct {
-    float       *o, *state, *pend;
+    float *o, *state, *pend;
     const float *q, *k, *v, *g, *beta;
-    int         *ticket; /* [spans, heads], zero before and after */
-    int64_t      ld;
-    int          heads, width;
+    int *ticket; /* [spans, heads], zero before and after */
+    int64_t ld;
+    int heads, width;
 } kda_args;
 
-/* K: the width rounded up. HOLD: decode, where the new rows become pending and the state moves
- * past the folded ones only; all rows are one batch. Otherwise prefill. */
+/* K: the width rounded up. HOLD: decode, where the new rows become pending and the state
+ * moves past the folded ones only; all rows are one batch. Otherwise prefill. */
 template <int K_, bool HOLD_> struct kda_shape {
-    static constexpr int K = K_, KI = K / 64, LANE = K / 32; /* elements of a lane in a vector */
+    static constexpr int K = K_, KI = K / 64,
+                         LANE = K / 32; /* elements of a lane in a vector */
     static constexpr bool HOLD = HOLD_;
     static constexpr int BATCH = HOLD ? 2 * HX_PEND_MAX : 8; /* rows prepared together */
     static constexpr int THREADS = 32 * (KDA_WARPS + (HOLD ? 0 : KDA_MAKERS));
@@ -288,14 +305,15 @@ template <class T> struct kda_raw {
 /* One head of one span, as a block sees it. */
 struct kda_head {
     const kda_args &a;
-    hx_span         s;
-    int             h, c0;   /* its first column */
-    int             n, keep; /* rows, folded ones first; rows that the state moves past */
+    hx_span s;
+    int h, c0;   /* its first column */
+    int n, keep; /* rows, folded ones first; rows that the state moves past */
 
     /* What a slot keeps of pending row i: k', v, g, beta. */
     __device__ __forceinline__ float *record(int i) const
     {
-        return a.pend + (((int64_t)s.slot * HX_PEND_MAX + i) * a.heads + h) * (3 * a.width + 1);
+        return a.pend +
+               (((int64_t)s.slot * HX_PEND_MAX + i) * a.heads + h) * (3 * a.width + 1);
     }
 };
 
@@ -325,11 +343,11 @@ static __device__ __forceinline__ void kda_load(const kda_head &x, int i, kda_ra
     r.beta = folded ? rec[3 * a.width] : a.beta[row * a.heads + x.h];
 }
 
-/* Normalises the row, if it is fresh (pending ones are), and writes what the recurrence wants to
- * shared memory. */
+/* Normalises the row, if it is fresh (pending ones are), and writes what the recurrence
+ * wants to shared memory. */
 template <class T>
-static __device__ __forceinline__ void kda_prepare(const kda_head &x, kda_raw<T> &r, bool fresh,
-                                                   float *to)
+static __device__ __forceinline__ void kda_prepare(const kda_head &x, kda_raw<T> &r,
+                                                   bool fresh, float *to)
 {
     const int lane = threadIdx.x & 31;
     float kk = 0, qq = 0, kq = 0;
@@ -367,10 +385,11 @@ static __device__ __forceinline__ void kda_prepare(const kda_head &x, kda_raw<T>
     }
 }
 
-/* Makes the new rows, which lie prepared in room, pending. All blocks of the head read the
- * pending rows that these replace, so the last block that has done so does it. */
+/* Makes the new rows, which lie prepared in room, pending. All blocks of the head read
+ * the pending rows that these replace, so the last block that has done so does it. */
 template <class T>
-static __device__ __forceinline__ void kda_hold(const kda_head &x, const float *room, int blocks)
+static __device__ __forceinline__ void kda_hold(const kda_head &x, const float *room,
+                                                int blocks)
 {
     __shared__ int last;
     const kda_args &a = x.a;
@@ -428,11 +447,11 @@ HX_DEVICE void four(float (&to)[4], const float *p)
 }
 
 /* One row: w = beta (v - (decay S)^T k'), o = (decay S)^T q' + (k' q') w, and, where the
- * state is still needed, S = decay S + k' w^T. A lane computes w and o of column part % 4 of
- * its group. o: where that goes, or NULL. */
+ * state is still needed, S = decay S + k' w^T. A lane computes w and o of column part % 4
+ * of its group. o: where that goes, or NULL. */
 template <class T>
-static __device__ __forceinline__ void kda_row(kda_state<T> &st, const float *row, int col,
-                                               bool move, float *o)
+static __device__ __forceinline__ void kda_row(kda_state<T> &st, const float *row,
+                                               int col, bool move, float *o)
 {
     const int part = threadIdx.x & 15;
     const float2 bk = *(const float2 *)(row + T::BETA); /* beta, k' q' */
@@ -475,10 +494,11 @@ static __device__ __forceinline__ void kda_row(kda_state<T> &st, const float *ro
         *o = out;
 }
 
-/* Calls f(where, its four values, columns inside) for the lane's piece of the state. A warp
- * touches whole 32-byte sectors. */
+/* Calls f(where, its four values, columns inside) for the lane's piece of the state. A
+ * warp touches whole 32-byte sectors. */
 template <class T, class F>
-static __device__ __forceinline__ void kda_visit(const kda_head &x, kda_state<T> &st, int col, F f)
+static __device__ __forceinline__ void kda_visit(const kda_head &x, kda_state<T> &st,
+                                                 int col, F f)
 {
     const int part = threadIdx.x & 15, width = x.a.width, at = x.c0 + col;
     float *p = x.a.state + ((int64_t)x.s.slot * x.a.heads + x.h) * width * width + at;
@@ -500,15 +520,16 @@ HX_DEVICE bool kda_fours(const kda_args &a)
 }
 
 template <class T>
-static __device__ __forceinline__ void kda_read(const kda_head &x, kda_state<T> &st, int col)
+static __device__ __forceinline__ void kda_read(const kda_head &x, kda_state<T> &st,
+                                                int col)
 {
     if (x.s.pos0 == 0)
-        kda_visit<T>(x, st, col, [](float *, float (&s)[MINE], int) {
+        kda_visit<T>(x, st, col, [](float *, float(&s)[MINE], int) {
             for (int c = 0; c < MINE; c++)
                 s[c] = 0;
         });
     else if (kda_fours(x.a))
-        kda_visit<T>(x, st, col, [](float *p, float (&s)[MINE], int n) {
+        kda_visit<T>(x, st, col, [](float *p, float(&s)[MINE], int n) {
             const float4 v = n > 0 ? *(const float4 *)p : make_float4(0, 0, 0, 0);
 
             s[0] = v.x;
@@ -517,22 +538,23 @@ static __device__ __forceinline__ void kda_read(const kda_head &x, kda_state<T> 
             s[3] = v.w;
         });
     else
-        kda_visit<T>(x, st, col, [](float *p, float (&s)[MINE], int n) {
+        kda_visit<T>(x, st, col, [](float *p, float(&s)[MINE], int n) {
             for (int c = 0; c < MINE; c++)
                 s[c] = c < n ? p[c] : 0;
         });
 }
 
 template <class T>
-static __device__ __forceinline__ void kda_write(const kda_head &x, kda_state<T> &st, int col)
+static __device__ __forceinline__ void kda_write(const kda_head &x, kda_state<T> &st,
+                                                 int col)
 {
     if (kda_fours(x.a))
-        kda_visit<T>(x, st, col, [](float *p, float (&s)[MINE], int n) {
+        kda_visit<T>(x, st, col, [](float *p, float(&s)[MINE], int n) {
             if (n > 0)
                 *(float4 *)p = make_float4(s[0], s[1], s[2], s[3]);
         });
     else
-        kda_visit<T>(x, st, col, [](float *p, float (&s)[MINE], int n) {
+        kda_visit<T>(x, st, col, [](float *p, float(&s)[MINE], int n) {
             for (int c = 0; c < MINE; c++)
                 if (c < n)
                     p[c] = s[c];
@@ -541,14 +563,15 @@ static __device__ __forceinline__ void kda_write(const kda_head &x, kda_state<T>
 
 /* Rows i0 on of the head, a batch at most. */
 template <class T>
-static __device__ __forceinline__ void kda_batch(const kda_head &x, kda_state<T> &st, int i0,
-                                                 const float *room, int col)
+static __device__ __forceinline__ void kda_batch(const kda_head &x, kda_state<T> &st,
+                                                 int i0, const float *room, int col)
 {
     const kda_args &a = x.a;
     const int m = min(T::BATCH, x.n - i0), at = x.c0 + col + (int)(threadIdx.x & 15);
     const int64_t ldo = (int64_t)a.heads * a.width;
     const bool out = (threadIdx.x & 15) < MINE && at < a.width;
-    float *o = a.o + ((int64_t)x.s.row0 + i0 - x.s.commit) * ldo + (int64_t)x.h * a.width + at;
+    float *o =
+        a.o + ((int64_t)x.s.row0 + i0 - x.s.commit) * ldo + (int64_t)x.h * a.width + at;
 
     for (int i = i0; i < i0 + m; i++, o += ldo, room += T::ROW) {
         kda_row<T>(st, room, col, !T::HOLD || i < x.keep || i + 1 < x.n,
@@ -560,8 +583,8 @@ static __device__ __forceinline__ void kda_batch(const kda_head &x, kda_state<T>
 
 /* Prepares rows i0 on, a batch at most; n warps, of which this is one. */
 template <class T>
-static __device__ __forceinline__ void kda_prepare_all(const kda_head &x, int i0, float *room,
-                                                       int warp, int n)
+static __device__ __forceinline__ void kda_prepare_all(const kda_head &x, int i0,
+                                                       float *room, int warp, int n)
 {
 #pragma unroll 1
     for (int r = warp; r < T::BATCH && i0 + r < x.n; r += n) {
@@ -572,10 +595,75 @@ static __device__ __forceinline__ void kda_prepare_all(const kda_head &x, int i0
     }
 }
 
-/* One block: 32 columns of one head of one span, all rows in order. Grid (heads * width / 32,
- * spans). Rows are prepared a batch at a time, in prefill by two more warps while the batch
- * before runs; shared memory holds one batch, or two. Moves the state in, and out where it
- * changed, and the rows; q, k and g once for each block of a head. */
+template <class T>
+__global__ void kda_rows(const kda_args a, const __grid_constant__ hx_cuda_spans spans);
+
+template <class T>
+static int kda_launch(hx_dev *d, const char *op, const hx_kda_step_args *a, hx_err *err)
+{
+    hx_cuda *c = hx_cuda_of(d);
+    const kda_args k = { (float *)a->o.p,
+                         (float *)a->state.p,
+                         (float *)a->pend.p,
+                         (const float *)a->q.p,
+                         (const float *)a->k.p,
+                         (const float *)a->v.p,
+                         (const float *)a->g.p,
+                         (const float *)a->beta.p,
+                         c->ticket,
+                         a->ld,
+                         (int)a->heads,
+                         (int)a->width };
+    const dim3 grid((unsigned)(a->heads * hx_ceil_div(a->width, KDA_COLS)),
+                    (unsigned)a->rows.n_span);
+    hx_cuda_spans spans;
+    const int rc = hx_cuda_spans_of(&spans, &a->rows, op, err);
+
+    if (rc != 0)
+        return rc;
+    if (T::HOLD && a->heads * a->rows.n_span > c->n_ticket)
+        return hx_fail(
+            err, HX_EARG,
+            "%s: %lld heads of %d spans, the device was opened for %lld in all; "
+            "open it with larger limits",
+            op, (long long)a->heads, a->rows.n_span, (long long)c->n_ticket);
+    HX_LAUNCH(c, op, err, kda_rows<T>, grid, T::THREADS, T::SHARED, k, spans);
+    return 0;
+}
+
+static int check_width(const char *op, const hx_kda_step_args *a, hx_err *err)
+{
+    if (a->width <= MAX_WIDTH && a->heads <= INT32_MAX / MAX_WIDTH)
+        return 0;
+    return hx_fail(err, HX_EUNSUP,
+                   "%s: %lld heads of width %lld, cuda takes widths up to %d", op,
+                   (long long)a->heads, (long long)a->width, MAX_WIDTH);
+}
+
+extern "C" int hx_cuda_kda_step(hx_dev *d, const hx_kda_step_args *a, hx_err *err)
+{
+    const int rc = check_width("kda_step", a, err);
+
+    if (rc != 0)
+        return rc;
+    return a->width <= 64 ? kda_launch<kda_shape<64, true>>(d, "kda_step", a, err)
+                          : kda_launch<kda_shape<128, true>>(d, "kda_step", a, err);
+}
+
+extern "C" int hx_cuda_kda_chunk(hx_dev *d, const hx_kda_chunk_args *a, hx_err *err)
+{
+    const int rc = check_width("kda_chunk", a, err);
+
+    if (rc != 0)
+        return rc;
+    return a->width <= 64 ? kda_launch<kda_shape<64, false>>(d, "kda_chunk", a, err)
+                          : kda_launch<kda_shape<128, false>>(d, "kda_chunk", a, err);
+}
+
+/* One block: 32 columns of one head of one span, all rows in order. Grid (heads * width /
+ * 32, spans). Rows are prepared a batch at a time, in prefill by two more warps while the
+ * batch before runs; shared memory holds one batch, or two. Moves the state in, and out
+ * where it changed, and the rows; q, k and g once for each block of a head. */
 template <class T>
 __global__ void __launch_bounds__(T::THREADS, T::HOLD ? 4 : 2)
     kda_rows(const kda_args a, const __grid_constant__ hx_cuda_spans spans)
@@ -584,8 +672,12 @@ __global__ void __launch_bounds__(T::THREADS, T::HOLD ? 4 : 2)
     const int blocks = (a.width + KDA_COLS - 1) / KDA_COLS, warp = threadIdx.x >> 5;
     const int col = 8 * warp + MINE * ((threadIdx.x & 31) >> 4);
     const bool runs = T::HOLD || warp < KDA_WARPS;
-    kda_head x = { a, hx_span_at(spans, (int32_t)blockIdx.y), (int)blockIdx.x / blocks,
-                   (int)blockIdx.x % blocks * KDA_COLS, 0, 0 };
+    kda_head x = { a,
+                   hx_span_at(spans, (int32_t)blockIdx.y),
+                   (int)blockIdx.x / blocks,
+                   (int)blockIdx.x % blocks * KDA_COLS,
+                   0,
+                   0 };
     kda_state<T> st;
 
     x.n = x.s.commit + x.s.n_row;
@@ -614,64 +706,4 @@ __global__ void __launch_bounds__(T::THREADS, T::HOLD ? 4 : 2)
     }
     if (!T::HOLD && runs && x.keep > 0)
         kda_write<T>(x, st, col);
-}
-
-template <class T>
-static int kda_launch(hx_dev *d, const char *op, const hx_kda_step_args *a, hx_err *err)
-{
-    hx_cuda *c = hx_cuda_of(d);
-    const kda_args k = { (float *)a->o.p,
-                         (float *)a->state.p,
-                         (float *)a->pend.p,
-                         (const float *)a->q.p,
-                         (const float *)a->k.p,
-                         (const float *)a->v.p,
-                         (const float *)a->g.p,
-                         (const float *)a->beta.p,
-                         c->ticket,
-                         a->ld,
-                         (int)a->heads,
-                         (int)a->width };
-    const dim3 grid((unsigned)(a->heads * hx_ceil_div(a->width, KDA_COLS)),
-                    (unsigned)a->rows.n_span);
-    hx_cuda_spans spans;
-    const int rc = hx_cuda_spans_of(&spans, &a->rows, op, err);
-
-    if (rc != 0)
-        return rc;
-    if (T::HOLD && a->heads * a->rows.n_span > c->n_ticket)
-        return hx_fail(err, HX_EARG,
-                       "%s: %lld heads of %d spans, the device was opened for %lld in all; "
-                       "open it with larger limits",
-                       op, (long long)a->heads, a->rows.n_span, (long long)c->n_ticket);
-    HX_LAUNCH(c, op, err, kda_rows<T>, grid, T::THREADS, T::SHARED, k, spans);
-    return 0;
-}
-
-static int check_width(const char *op, const hx_kda_step_args *a, hx_err *err)
-{
-    if (a->width <= MAX_WIDTH && a->heads <= INT32_MAX / MAX_WIDTH)
-        return 0;
-    return hx_fail(err, HX_EUNSUP, "%s: %lld heads of width %lld, cuda takes widths up to %d", op,
-                   (long long)a->heads, (long long)a->width, MAX_WIDTH);
-}
-
-extern "C" int hx_cuda_kda_step(hx_dev *d, const hx_kda_step_args *a, hx_err *err)
-{
-    const int rc = check_width("kda_step", a, err);
-
-    if (rc != 0)
-        return rc;
-    return a->width <= 64 ? kda_launch<kda_shape<64, true>>(d, "kda_step", a, err)
-                          : kda_launch<kda_shape<128, true>>(d, "kda_step", a, err);
-}
-
-extern "C" int hx_cuda_kda_chunk(hx_dev *d, const hx_kda_chunk_args *a, hx_err *err)
-{
-    const int rc = check_width("kda_chunk", a, err);
-
-    if (rc != 0)
-        return rc;
-    return a->width <= 64 ? kda_launch<kda_shape<64, false>>(d, "kda_chunk", a, err)
-                          : kda_launch<kda_shape<128, false>>(d, "kda_chunk", a, err);
 }

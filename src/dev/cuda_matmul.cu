@@ -1,11 +1,11 @@
 /* cuda_matmul.cu - products with EXL3 matrices on the GPU in the canonical arithmetic
- * (canon.h): the bits of cpu_matmul.c for decode calls, up to 16 rows a job. Called through
- * the operation table in cuda.cu and, for experts, by cuda_moe.cu. Never allocates,
- * synchronises or reads back.
+ * (canon.h): the bits of cpu_matmul.c for decode calls, up to 16 rows a job. Called
+ * through the operation table in cuda.cu and, for experts, by cuda_moe.cu. Never
+ * allocates, synchronises or reads back.
  *
  * Two launches. The first rotates and quantises every 128-input block of every row once.
- * The second reads every weight once and multiplies on the tensor cores: the weights of 16
- * outputs are the A operand of an mma, the planes i and j of four activation rows the
+ * The second reads every weight once and multiplies on the tensor cores: the weights of
+ * 16 outputs are the A operand of an mma, the planes i and j of four activation rows the
  * eight columns of its B operand.
  *
  * MUL1: the 32-bit product of a state and the multiplier is four unsigned bytes whose sum
@@ -14,13 +14,15 @@
  * each. */
 #include "dev/cuda.h"
 
-#define GROUP_COLS 128              /* outputs of a thread block: one rotation */
-#define QUAD       128              /* threads: four warps, each two 16-column tiles */
-#define MAX_QUADS  4                /* of a thread block, each with its own inputs */
-#define ROWS_MMA   4                /* activation rows in one B operand */
-#define PLANE      256              /* bytes of the planes of a block of a row */
-#define PLANE_STEP 288              /* the same in shared memory: 4 rows, no conflicts */
-#define MAX_LEVELS 5                /* of the join: 8 * 2^5 - 8 splits */
+#define GROUP_COLS 128 /* outputs of a thread block: one rotation */
+#define QUAD       128 /* threads: four warps, each two 16-column tiles */
+#define MAX_QUADS  4   /* of a thread block, each with its own inputs */
+#define ROWS_MMA   4   /* activation rows in one B operand */
+#define PLANE      256 /* bytes of the planes of a block of a row */
+#define PLANE_STEP 288 /* the same in shared memory: 4 rows, no conflicts */
+#define MAX_LEVELS 5   /* of the join: 8 * 2^5 - 8 splits */
+#define MOST_SHARED                                                                      \
+    (96 << 10) /* bytes of a thread block that any GPU from sm_80 on has */
 
 /* Row quads, codebook: what fits the registers. */
 #define MOST_QUADS(rq, half) ((rq) == 4 && (half) ? 2 : MAX_QUADS)
@@ -28,23 +30,25 @@
 
 /* The second launch's arguments. */
 struct product {
-    hx_cuda_job        one;
-    const hx_cuda_job *many;        /* NULL: one */
-    hx_cuda_area       area;
-    int64_t            n_pad, k_pad;
-    int                bps;         /* 128-input blocks of a quad */
-    int                rows;        /* the most, for which shared memory is sized */
-    bool               fresh;
+    hx_cuda_job one;
+    const hx_cuda_job *many; /* NULL: one */
+    hx_cuda_area area;
+    int64_t n_pad, k_pad;
+    int bps;  /* 128-input blocks of a quad */
+    int rows; /* the most, for which shared memory is sized */
+    bool fresh;
 };
 
 /* ---- activations -------------------------------------------------------- */
 
 /* Grid (blocks of k / 4, rows), 128 threads: a warp makes one block of one row. */
 __global__ void __launch_bounds__(QUAD)
-    exl3_quantize(const __grid_constant__ hx_cuda_job j, int64_t n_block, hx_cuda_area area)
+    exl3_quantize(const __grid_constant__ hx_cuda_job j, int64_t n_block,
+                  hx_cuda_area area)
 {
     const int lane = threadIdx.x & 31;
-    const int64_t b = (int64_t)blockIdx.x * 4 + (threadIdx.x >> 5), at = b * 128 + 4 * lane;
+    const int64_t b = (int64_t)blockIdx.x * 4 + (threadIdx.x >> 5),
+                  at = b * 128 + 4 * lane;
     const int64_t row = blockIdx.y;
     const int64_t out = (j.slot + row) * n_block + b;
     const uint16_t *suh = (const uint16_t *)j.suh + at;
@@ -80,17 +84,25 @@ __device__ static inline void copy_commit(void)
 __device__ static inline void copy_wait(int n)
 {
     switch (n) {
-    case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
-    case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
-    case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
-    default: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
+    case 0:
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        break;
+    case 1:
+        asm volatile("cp.async.wait_group 1;" ::: "memory");
+        break;
+    case 2:
+        asm volatile("cp.async.wait_group 2;" ::: "memory");
+        break;
+    default:
+        asm volatile("cp.async.wait_group 3;" ::: "memory");
+        break;
     }
 }
 
 /* Eight windows of 16 bits, those of stream positions 8 lane … 8 lane + 7 of a tile in
- * shared memory. Positions that fit two words share them. A window that lies at a multiple
- * of 8 in a word is taken by one byte permutation; another is moved there by a left shift,
- * which the compiler may give to the multiplier. */
+ * shared memory. Positions that fit two words share them. A window that lies at a
+ * multiple of 8 in a word is taken by one byte permutation; another is moved there by a
+ * left shift, which the compiler may give to the multiplier. */
 template <int K2>
 __device__ static inline void windows(const uint32_t *tile, int lane, uint32_t s[8])
 {
@@ -111,7 +123,8 @@ __device__ static inline void windows(const uint32_t *tile, int lane, uint32_t s
         for (int j = g; j < g + per; j++) {
             const int down = (((g + per) * K2) >> 1) - (((j + 1) * K2) >> 1);
 
-            const bool on_z = down > 16 || (down >= d && (down - d) % 8 == 0 && down % 8 != 0);
+            const bool on_z =
+                down > 16 || (down >= d && (down - d) % 8 == 0 && down % 8 != 0);
             const int at = on_z ? down - d : down, left = -at & 7;
 
             s[j] = __byte_perm((on_z ? z : x) << left, 0,
@@ -122,14 +135,15 @@ __device__ static inline void windows(const uint32_t *tile, int lane, uint32_t s
     }
 }
 
-/* Constants of MCG and 3INST: product, sum, kept bits. The last one is an argument too, as
- * an instruction has room for one constant and the next step has another. */
+/* Constants of MCG and 3INST: product, sum, kept bits. The last one is an argument too,
+ * as an instruction has room for one constant and the next step has another. */
 struct codebook {
     uint32_t mul, add, keep;
 };
 
-/* The weight of a state in the low 16 bits: the sum of an fp16 pair (fmt_exl3.h), whose unit
- * 2^-13 an fp32 has in its last place if 1.5 * 2^23 is added to 8192 times its value. */
+/* The weight of a state in the low 16 bits: the sum of an fp16 pair (fmt_exl3.h), whose
+ * unit 2^-13 an fp32 has in its last place if 1.5 * 2^23 is added to 8192 times its
+ * value. */
 __device__ static inline uint32_t half_weight(uint32_t state, codebook cb)
 {
     const uint32_t y = ((state * cb.mul + cb.add) & cb.keep) ^ 0x3B603B60u;
@@ -143,14 +157,15 @@ __device__ static inline uint32_t half_weight(uint32_t state, codebook cb)
 
 /* ---- multiplying ---------------------------------------------------------- */
 
-#define MMA(name, type)                                                                   \
-    __device__ static inline void name(int32_t c[4], uint32_t a0, uint32_t a1, uint32_t a2,   \
-                                       uint32_t a3, uint32_t b0, uint32_t b1)                 \
-    {                                                                                     \
-        asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." type ".s8.s32 "             \
-                     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"              \
-                     : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])                     \
-                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));             \
+#define MMA(name, type)                                                                  \
+    __device__ static inline void name(int32_t c[4], uint32_t a0, uint32_t a1,           \
+                                       uint32_t a2, uint32_t a3, uint32_t b0,            \
+                                       uint32_t b1)                                      \
+    {                                                                                    \
+        asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." type ".s8.s32 "            \
+                     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"             \
+                     : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])                    \
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));            \
     }
 MMA(mma_u8, "u8")
 MMA(mma_s8, "s8")
@@ -158,12 +173,12 @@ MMA(mma_s8, "s8")
 
 /* Where a lane finds a block of 128 inputs in shared memory. */
 struct place {
-    const uint8_t  *tiles;    /* the warp's first tile; a row of tiles is 128 K2 bytes */
+    const uint8_t *tiles;     /* the warp's first tile; a row of tiles is 128 K2 bytes */
     const uint32_t *plane[4]; /* the lane's row and plane of each row quad */
 };
 
-/* c[row quad][tile]: sums of a block, those of outputs g and g + 8 and row q: planes i and
- * j of g, then of g + 8 (g = lane / 4, q = lane % 4). */
+/* c[row quad][tile]: sums of a block, those of outputs g and g + 8 and row q: planes i
+ * and j of g, then of g + 8 (g = lane / 4, q = lane % 4). */
 template <int K2, int RQ>
 __device__ static inline void block_mul1(const place &at, int lane, int32_t c[RQ][2][4])
 {
@@ -208,10 +223,10 @@ __device__ static inline void block_half(const place &at, int lane, codebook cb,
                             lane, s);
                 for (int h = 0; h < 2; h++) {
                     const uint32_t *p = s + 4 * h;
-                    const uint32_t v = __byte_perm(half_weight(p[0], cb), half_weight(p[1], cb),
-                                                   0x5410);
-                    const uint32_t w = __byte_perm(half_weight(p[2], cb), half_weight(p[3], cb),
-                                                   0x5410);
+                    const uint32_t v =
+                        __byte_perm(half_weight(p[0], cb), half_weight(p[1], cb), 0x5410);
+                    const uint32_t w =
+                        __byte_perm(half_weight(p[2], cb), half_weight(p[3], cb), 0x5410);
 
                     a_lo[2 * k + h] = __byte_perm(v, w, 0x6420);
                     a_hi[2 * k + h] = __byte_perm(v, w, 0x7531);
@@ -228,13 +243,14 @@ __device__ static inline void block_half(const place &at, int lane, codebook cb,
 
 /* The term of canon.h, step 4, of the sums of planes i and j. */
 template <bool HALF>
-__device__ static inline float term(const int32_t lo[2], const int32_t hi[2], hx_cuda_scale s)
+__device__ static inline float term(const int32_t lo[2], const int32_t hi[2],
+                                    hx_cuda_scale s)
 {
     if (HALF)
         return hx_canon_term_half(256 * hi[0] + lo[0], 256 * hi[1] + lo[1], s.q);
-    return hx_canon_term_mul1((int32_t)(254u * (uint32_t)lo[0] + (uint32_t)lo[1] -
-                                        512u * (uint32_t)s.sum),
-                              s.sum, s.q);
+    return hx_canon_term_mul1(
+        (int32_t)(254u * (uint32_t)lo[0] + (uint32_t)lo[1] - 512u * (uint32_t)s.sum),
+        s.sum, s.q);
 }
 
 /* ---- the tree (canon.h, step 5) -------------------------------------------- */
@@ -313,7 +329,8 @@ __device__ static float4 join(const float *part, int64_t step, int n)
 __device__ static void finish(const hx_cuda_job *j, int64_t row, float4 t)
 {
     const int64_t col = (int64_t)blockIdx.x * GROUP_COLS + 4 * (threadIdx.x & 31);
-    const uint16_t *svh = (const uint16_t *)j->svh + col, *bias = (const uint16_t *)j->bias;
+    const uint16_t *svh = (const uint16_t *)j->svh + col,
+                   *bias = (const uint16_t *)j->bias;
     float v[4] = { t.x, t.y, t.z, t.w };
 
     hx_cuda_rotate(v);
@@ -360,8 +377,8 @@ __device__ static inline float *part_of(const product &p, const hx_cuda_job *j, 
 
 /* A block's 8 rows of 8 tiles, by one quad: two rows a warp. */
 template <int K2>
-__device__ static inline void fetch_tiles(const product &p, const hx_cuda_job *j, int64_t block,
-                                          uint8_t *to)
+__device__ static inline void fetch_tiles(const product &p, const hx_cuda_job *j,
+                                          int64_t block, uint8_t *to)
 {
     constexpr int row_bytes = 128 * K2;
     const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
@@ -377,8 +394,8 @@ __device__ static inline void fetch_tiles(const product &p, const hx_cuda_job *j
                 copy16(to + at, from + at);
 }
 
-__device__ static inline void fetch_planes(const product &p, const hx_cuda_job *j, int64_t block,
-                                           uint8_t *to)
+__device__ static inline void fetch_planes(const product &p, const hx_cuda_job *j,
+                                           int64_t block, uint8_t *to)
 {
     const int c = 16 * (threadIdx.x & 15);
 
@@ -390,15 +407,16 @@ __device__ static inline void fetch_planes(const product &p, const hx_cuda_job *
 }
 
 /* A quad's products: its blocks' subtree of every row and output into out [rows, 128] or,
- * where that is NULL, the work memory. tiles, planes: the quad's shared memory, on its way;
- * the copies end in groups, one a block. */
+ * where that is NULL, the work memory. tiles, planes: the quad's shared memory, on its
+ * way; the copies end in groups, one a block. */
 template <int K2, int RQ, bool HALF>
-__device__ static inline void multiply_quad(const product &p, const hx_cuda_job *j, int64_t block0,
-                                            int mine, const uint8_t *tiles,
-                                            const uint8_t *planes, float *out, codebook cb)
+__device__ static inline void
+multiply_quad(const product &p, const hx_cuda_job *j, int64_t block0, int mine,
+              const uint8_t *tiles, const uint8_t *planes, float *out, codebook cb)
 {
     constexpr int tile_bytes = 16 * K2, slots = MOST_BPS(RQ) <= 2 ? 1 : 2;
-    const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+    const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31, g = lane >> 2,
+              q = lane & 3;
     const int rows = j->rows, plane_bytes = p.rows * PLANE_STEP;
     const hx_cuda_scale *scale[RQ];
     place at;
@@ -409,7 +427,8 @@ __device__ static inline void multiply_quad(const product &p, const hx_cuda_job 
         const int r_out = min(rq * ROWS_MMA + q, rows - 1);
 
         at.plane[rq] = (const uint32_t *)(planes + r * PLANE_STEP) + 2 * q + (g & 1);
-        scale[rq] = p.area.scale + (j->slot + row_of(j, r_out)) * (p.k_pad / 128) + block0;
+        scale[rq] =
+            p.area.scale + (j->slot + row_of(j, r_out)) * (p.k_pad / 128) + block0;
     }
     at.tiles = tiles + 2 * warp * tile_bytes;
     for (int b = 0; b < p.bps; b++) {
@@ -432,7 +451,8 @@ __device__ static inline void multiply_quad(const product &p, const hx_cuda_job 
             for (int i = 0; i < 4; i++)
                 tree_put<slots>(level[rq][i >> 1][i & 1], b,
                                 term<HALF>(&lo[rq][i >> 1][2 * (i & 1)],
-                                           &hi[HALF ? rq : 0][i >> 1][2 * (i & 1)], s[rq]));
+                                           &hi[HALF ? rq : 0][i >> 1][2 * (i & 1)],
+                                           s[rq]));
         }
     }
     if (out != NULL)
@@ -445,15 +465,16 @@ __device__ static inline void multiply_quad(const product &p, const hx_cuda_job 
                                     : part_of(p, j, r) + blockIdx.y * GROUP_COLS;
 
             for (int i = 0; i < 4; i++)
-                to[32 * warp + 8 * i + g] = tree_get<slots>(level[rq][i >> 1][i & 1], mine);
+                to[32 * warp + 8 * i + g] =
+                    tree_get<slots>(level[rq][i >> 1][i & 1], mine);
         }
     }
 }
 
-/* The quads' sums of every row join; the result goes to the work memory or, if this is all
- * of it, to y. */
-__device__ static inline void join_quads(const hx_cuda_job *j, const product &p, int n_quad,
-                                         const float *out)
+/* The quads' sums of every row join; the result goes to the work memory or, if this is
+ * all of it, to y. */
+__device__ static inline void join_quads(const hx_cuda_job *j, const product &p,
+                                         int n_quad, const float *out)
 {
     const int step = j->rows * 32, lane = threadIdx.x & 31;
 
@@ -472,11 +493,12 @@ __device__ static inline void join_quads(const hx_cuda_job *j, const product &p,
     }
 }
 
-/* One thread block: 128 outputs, all rows of a job, 1 to 4 quads with bps blocks of inputs
- * each. Grid (n_pad / 128, splits, jobs). Reads every trellis byte of its part once, all of
- * them in flight at once, and rows * 256 bytes of activations a block. Splits leave their
- * subtree in the work memory; the last to come joins them. Shared: the tiles of all
- * blocks, then their activations; after the products rows * 128 floats a quad. */
+/* One thread block: 128 outputs, all rows of a job, 1 to 4 quads with bps blocks of
+ * inputs each. Grid (n_pad / 128, splits, jobs). Reads every trellis byte of its part
+ * once, all of them in flight at once, and rows * 256 bytes of activations a block.
+ * Splits leave their subtree in the work memory; the last to come joins them. Shared: the
+ * tiles of all blocks, then their activations; after the products rows * 128 floats a
+ * quad. */
 template <int K2, int RQ, bool HALF>
 __global__ void __launch_bounds__(QUAD *MOST_QUADS(RQ, HALF), RQ == 1 ? 2 : 1)
     exl3_rows(const __grid_constant__ product p, codebook cb)
@@ -492,8 +514,8 @@ __global__ void __launch_bounds__(QUAD *MOST_QUADS(RQ, HALF), RQ == 1 ? 2 : 1)
     const int mine = (int)max((int64_t)0, min((int64_t)p.bps, n_block - block0));
     const int plane_bytes = p.rows * PLANE_STEP;
     uint8_t *tiles = shared + quad * p.bps * block_bytes;
-    uint8_t *planes = shared + p.bps * (blockDim.x / QUAD) * block_bytes +
-                      quad * p.bps * plane_bytes;
+    uint8_t *planes =
+        shared + p.bps * (blockDim.x / QUAD) * block_bytes + quad * p.bps * plane_bytes;
 
     if (p.fresh)
         hx_cuda_after_previous();
@@ -516,9 +538,10 @@ __global__ void __launch_bounds__(QUAD *MOST_QUADS(RQ, HALF), RQ == 1 ? 2 : 1)
                                 direct ? NULL : out + quad * rows * GROUP_COLS, cb);
     if (!direct) {
         __syncthreads();
-        join_quads(j, p,
-                   (int)min((int64_t)(blockDim.x / QUAD), (n_block - first + p.bps - 1) / p.bps),
-                   out);
+        join_quads(
+            j, p,
+            (int)min((int64_t)(blockDim.x / QUAD), (n_block - first + p.bps - 1) / p.bps),
+            out);
     }
     if (n_split == 1 ||
         !is_last(&p.area.ticket[(int64_t)blockIdx.z * gridDim.x + blockIdx.x], n_split))
@@ -529,10 +552,10 @@ __global__ void __launch_bounds__(QUAD *MOST_QUADS(RQ, HALF), RQ == 1 ? 2 : 1)
 
 /* ---- launching -------------------------------------------------------------- */
 
-/* How the inputs are split: quads of a thread block and 128-input blocks of a quad, powers
- * of two, so that each holds a subtree. */
+/* How the inputs are split: quads of a thread block and 128-input blocks of a quad,
+ * powers of two, so that each holds a subtree. */
 struct cut {
-    int     quads, bps;
+    int quads, bps;
     int64_t splits;
 };
 
@@ -553,6 +576,12 @@ static cut cut_of(const hx_cuda_shape *s, int n_sm)
     }
     c.quads = HX_MIN(c.quads, MOST_QUADS(rq, half));
     c.bps = HX_MIN(c.bps, MOST_BPS(rq));
+    while (c.quads * c.bps > 1 &&
+           c.quads * c.bps * (1024 * s->k2 + s->rows * PLANE_STEP) > MOST_SHARED)
+        if (c.quads > 1)
+            c.quads /= 2;
+        else
+            c.bps /= 2;
     c.splits = (blocks + c.quads * c.bps - 1) / (c.quads * c.bps);
     return c;
 }
@@ -575,7 +604,8 @@ size_t hx_cuda_area_bytes(const hx_cuda_shape *s, int n_sm)
     return part[0] + part[1] + part[2];
 }
 
-cudaError_t hx_cuda_area_of(const hx_cuda_shape *s, const hx_cuda_work *w, hx_cuda_area *out)
+cudaError_t hx_cuda_area_of(const hx_cuda_shape *s, const hx_cuda_work *w,
+                            hx_cuda_area *out)
 {
     size_t part[3];
 
@@ -596,28 +626,36 @@ static cudaError_t launch(const product &p, const hx_cuda_shape *s, const hx_cud
 {
     const cut c = cut_of(s, w->n_sm);
     const size_t rows = (size_t)p.rows, per_block = 1024 * K2 + rows * PLANE_STEP;
-    size_t bytes = (size_t)c.quads * HX_MAX((size_t)c.bps * per_block,
-                                            rows * GROUP_COLS * sizeof(float));
-    const dim3 grid((unsigned)(s->n_pad / GROUP_COLS), (unsigned)c.splits, (unsigned)s->n_job);
+    size_t bytes = (size_t)c.quads *
+                   HX_MAX((size_t)c.bps * per_block, rows * GROUP_COLS * sizeof(float));
+    const dim3 grid((unsigned)(s->n_pad / GROUP_COLS), (unsigned)c.splits,
+                    (unsigned)s->n_job);
     const bool mcg = s->codebook == HX_CB_MCG;
+    int dev, sm_bytes = 0;
+    cudaError_t rc = cudaGetDevice(&dev);
 
+    if (rc == cudaSuccess)
+        rc = cudaDeviceGetAttribute(&sm_bytes,
+                                    cudaDevAttrMaxSharedMemoryPerMultiprocessor, dev);
     /* Two thread blocks on one multiprocessor would leave another idle. */
     if ((int64_t)grid.x * grid.y * grid.z <= w->n_sm)
-        bytes = HX_MAX(bytes, w->sm_shared_bytes / 2);
-    cudaError_t rc = cudaFuncSetAttribute(
-        exl3_rows<K2, RQ, HALF>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
-
+        bytes = HX_MAX(bytes, (size_t)sm_bytes / 2);
+    if (rc == cudaSuccess)
+        rc =
+            cudaFuncSetAttribute(exl3_rows<K2, RQ, HALF>,
+                                 cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
     if (rc != cudaSuccess)
         return rc;
-    return hx_cuda_launch(w->overlap && s->chained, exl3_rows<K2, RQ, HALF>, grid,
-                          dim3((unsigned)(QUAD * c.quads)), bytes, stream, p,
-                          mcg ? codebook{ HX_EXL3_MCG, 0, 0x8FFF8FFFu }
-                              : codebook{ HX_EXL3_3INST, HX_EXL3_3INST_ADD, 0x8FFF8FFFu });
+    return hx_cuda_launch(
+        w->overlap && s->chained, exl3_rows<K2, RQ, HALF>, grid,
+        dim3((unsigned)(QUAD * c.quads)), bytes, stream, p,
+        mcg ? codebook { HX_EXL3_MCG, 0, 0x8FFF8FFFu }
+            : codebook { HX_EXL3_3INST, HX_EXL3_3INST_ADD, 0x8FFF8FFFu });
 }
 
 template <int K2, bool HALF>
-static cudaError_t launch_rows(const product &p, const hx_cuda_shape *s, const hx_cuda_work *w,
-                               cudaStream_t stream)
+static cudaError_t launch_rows(const product &p, const hx_cuda_shape *s,
+                               const hx_cuda_work *w, cudaStream_t stream)
 {
     return s->rows <= 4   ? launch<K2, 1, HALF>(p, s, w, stream)
            : s->rows <= 8 ? launch<K2, 2, HALF>(p, s, w, stream)
@@ -640,9 +678,9 @@ static cudaError_t multiply(product *p, const hx_cuda_shape *s, const hx_cuda_wo
     if (s->rows < 1 || s->rows > HX_CUDA_JOB_ROWS ||
         cut_of(s, w->n_sm).splits > 8 * ((1 << MAX_LEVELS) - 1))
         return cudaErrorInvalidValue;
-#define CASE(k)                                                                           \
-    case k:                                                                               \
-        return half ? launch_rows<k, true>(*p, s, w, stream)                              \
+#define CASE(k)                                                                          \
+    case k:                                                                              \
+        return half ? launch_rows<k, true>(*p, s, w, stream)                             \
                     : launch_rows<k, false>(*p, s, w, stream)
     switch (s->k2) {
         CASE(2);
@@ -662,8 +700,8 @@ static cudaError_t multiply(product *p, const hx_cuda_shape *s, const hx_cuda_wo
 #undef CASE
 }
 
-cudaError_t hx_cuda_rows(const hx_cuda_job *job, const hx_cuda_shape *s, const hx_cuda_work *w,
-                         cudaStream_t stream)
+cudaError_t hx_cuda_rows(const hx_cuda_job *job, const hx_cuda_shape *s,
+                         const hx_cuda_work *w, cudaStream_t stream)
 {
     const int64_t n_block = s->k_pad / 128;
     hx_cuda_shape shape = *s;
@@ -684,8 +722,8 @@ cudaError_t hx_cuda_rows(const hx_cuda_job *job, const hx_cuda_shape *s, const h
     return multiply(&p, &shape, w, stream);
 }
 
-cudaError_t hx_cuda_jobs(const hx_cuda_job *jobs, const hx_cuda_shape *s, const hx_cuda_work *w,
-                         cudaStream_t stream)
+cudaError_t hx_cuda_jobs(const hx_cuda_job *jobs, const hx_cuda_shape *s,
+                         const hx_cuda_work *w, cudaStream_t stream)
 {
     product p = {};
 

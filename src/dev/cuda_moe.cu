@@ -1,22 +1,24 @@
 /* cuda_moe.cu - routed experts on the GPU: hx_op_moe for decode calls, with the bits of
- * the CPU. Called through the operation table in cuda.cu. Never allocates, synchronises or
- * reads back: the rows of an expert are found on the device, so a graph of the call serves
- * any routing.
+ * the CPU. Called through the operation table in cuda.cu. Never allocates, synchronises
+ * or reads back: the rows of an expert are found on the device, so a graph of the call
+ * serves any routing.
  *
  * Four launches: the activations of gate and up for every pick, and beside that the plan;
- * gate and up; the activations of down; down. An expert's weights are read once for all its
- * rows. */
+ * gate and up; the activations of down; down. An expert's weights are read once for all
+ * its rows. */
 #include "dev/cuda.h"
 
-#define WARPS   4
-#define THREADS (32 * WARPS)
+#define WARPS     4
+#define THREADS   (32 * WARPS)
 #define MAX_PICKS 1024
 
-#define FEW_ROWS 4 /* of a job: those with more are launched apart, as their kernel is slower */
+#define FEW_ROWS                                                                         \
+    4 /* of a job: those with more are launched apart, as their kernel is slower */
 
-/* Picks that a job can have: as the kernels step. An expert with more, as ids that repeat in
- * a row give it, has several jobs. */
-#define JOB_ROWS(rows) ((rows) <= FEW_ROWS ? FEW_ROWS : (rows) <= 8 ? 8 : HX_CUDA_JOB_ROWS)
+/* Picks that a job can have: as the kernels step. An expert with more, as ids that repeat
+ * in a row give it, has several jobs. */
+#define JOB_ROWS(rows)                                                                   \
+    ((rows) <= FEW_ROWS ? FEW_ROWS : (rows) <= 8 ? 8 : HX_CUDA_JOB_ROWS)
 
 /* How many jobs of more than FEW_ROWS rows there can be. */
 #define MANY_JOBS(picks) ((picks) / (FEW_ROWS + 1))
@@ -24,21 +26,21 @@
 /* Work memory after the areas: intermediate rows, jobs and their rows. */
 struct layout {
     hx_cuda_shape in, out;
-    size_t        area;   /* bytes of the larger of the two areas */
-    size_t        gu, job, row, bytes;
+    size_t area; /* bytes of the larger of the two areas */
+    size_t gu, job, row, bytes;
 };
 
 struct moe {
-    hx_cuda_moe  a;
+    hx_cuda_moe a;
     hx_cuda_area in, out;
-    float       *gu;      /* [2, picks, f]: gate, then up */
-    hx_cuda_job *job[2];  /* [3, picks], [3, MANY_JOBS]: gate, up, down; few rows, more */
-    int32_t     *row;     /* [picks, HX_CUDA_JOB_ROWS]: picks of a job */
+    float *gu;           /* [2, picks, f]: gate, then up */
+    hx_cuda_job *job[2]; /* [3, picks], [3, MANY_JOBS]: gate, up, down; few rows, more */
+    int32_t *row;        /* [picks, HX_CUDA_JOB_ROWS]: picks of a job */
 };
 
 /* A job of rows picks, place at among those of its kind. */
-__device__ static void put_job(const moe &m, int picks, int32_t id, int many, int at, int rows,
-                               const int32_t *row)
+__device__ static void put_job(const moe &m, int picks, int32_t id, int many, int at,
+                               int rows, const int32_t *row)
 {
     const hx_cuda_expert *e = &m.a.expert[id];
     const hx_cuda_mat *mat[3] = { &e->gate, &e->up, &e->down };
@@ -98,13 +100,14 @@ __device__ static void plan(const moe &m, int picks)
     }
 }
 
-/* Activations of gate and up. Grid (blocks of d / 4, picks + 1, 2), 128 threads; the extra
- * y is the plan. */
+/* Activations of gate and up. Grid (blocks of d / 4, picks + 1, 2), 128 threads; the
+ * extra y is the plan. */
 __global__ void __launch_bounds__(THREADS) moe_in(const __grid_constant__ moe m)
 {
     const int pick = blockIdx.y, picks = m.a.rows * m.a.active, lane = threadIdx.x & 31;
     const int64_t n_block = m.a.d_pad / 128;
-    const int64_t b = (int64_t)blockIdx.x * WARPS + (threadIdx.x >> 5), at = b * 128 + 4 * lane;
+    const int64_t b = (int64_t)blockIdx.x * WARPS + (threadIdx.x >> 5),
+                  at = b * 128 + 4 * lane;
 
     hx_cuda_after_previous();
     hx_cuda_allow_next();
@@ -117,7 +120,8 @@ __global__ void __launch_bounds__(THREADS) moe_in(const __grid_constant__ moe m)
     if (b >= n_block || id < 0)
         return;
     const hx_cuda_expert *e = &m.a.expert[id];
-    const uint16_t *suh = (const uint16_t *)(blockIdx.z == 0 ? e->gate.suh : e->up.suh) + at;
+    const uint16_t *suh =
+        (const uint16_t *)(blockIdx.z == 0 ? e->gate.suh : e->up.suh) + at;
     const float *x = m.a.x + (int64_t)(pick / m.a.active) * m.a.d + at;
     const int64_t to = ((int64_t)blockIdx.z * picks + pick) * n_block + b;
     float v[4];
@@ -132,7 +136,8 @@ __global__ void __launch_bounds__(THREADS) moe_mid(const __grid_constant__ moe m
 {
     const int pick = blockIdx.y, picks = m.a.rows * m.a.active, lane = threadIdx.x & 31;
     const int64_t n_block = m.a.f_pad / 128;
-    const int64_t b = (int64_t)blockIdx.x * WARPS + (threadIdx.x >> 5), at = b * 128 + 4 * lane;
+    const int64_t b = (int64_t)blockIdx.x * WARPS + (threadIdx.x >> 5),
+                  at = b * 128 + 4 * lane;
 
     hx_cuda_after_previous();
     hx_cuda_allow_next();
@@ -218,7 +223,8 @@ static cudaError_t launch_kinds(const moe *m, const hx_cuda_shape *few, int whic
     return hx_cuda_jobs(m->job[1] + which * MANY_JOBS(picks), &many, w, stream);
 }
 
-cudaError_t hx_cuda_experts(const hx_cuda_moe *a, const hx_cuda_work *w, cudaStream_t stream)
+cudaError_t hx_cuda_experts(const hx_cuda_moe *a, const hx_cuda_work *w,
+                            cudaStream_t stream)
 {
     const int picks = a->rows * a->active;
     layout l = layout_of(a, w->n_sm);
@@ -238,8 +244,8 @@ cudaError_t hx_cuda_experts(const hx_cuda_moe *a, const hx_cuda_work *w, cudaStr
 
     const unsigned in = (unsigned)((a->d_pad / 128 + WARPS - 1) / WARPS);
     const unsigned mid = (unsigned)((a->f_pad / 128 + WARPS - 1) / WARPS);
-    rc = hx_cuda_launch(w->overlap, moe_in, dim3(in, (unsigned)picks + 1, 2), dim3(THREADS), 0, stream,
-                        m);
+    rc = hx_cuda_launch(w->overlap, moe_in, dim3(in, (unsigned)picks + 1, 2),
+                        dim3(THREADS), 0, stream, m);
     if (rc == cudaSuccess)
         rc = launch_kinds(&m, &l.in, 0, w, stream);
     if (rc == cudaSuccess && a->k2_gate != a->k2_up) {
@@ -247,8 +253,8 @@ cudaError_t hx_cuda_experts(const hx_cuda_moe *a, const hx_cuda_work *w, cudaStr
         rc = launch_kinds(&m, &l.in, 1, w, stream);
     }
     if (rc == cudaSuccess)
-        rc = hx_cuda_launch(w->overlap, moe_mid, dim3(mid, (unsigned)picks), dim3(THREADS), 0,
-                            stream, m);
+        rc = hx_cuda_launch(w->overlap, moe_mid, dim3(mid, (unsigned)picks),
+                            dim3(THREADS), 0, stream, m);
     if (rc == cudaSuccess)
         rc = launch_kinds(&m, &l.out, 2, w, stream);
     return rc;

@@ -13,6 +13,7 @@ enum {
     VEC = 4,           /* neighbours of a thread */
     SLICE = 512,       /* inputs of a partial sum of hc_mix */
     MIX_ROWS = 4,      /* rows that share the weights of a slice */
+    MIX_OUTS = 4,      /* outputs whose weights a warp has on their way at a time */
     MAX_STREAMS = 8,   /* ops.c: same bound */
 };
 
@@ -333,7 +334,7 @@ __global__ void mix_copy(const mix_args a)
 }
 
 /* A block: one slice of 512 inputs, four rows, all outputs and the sum of squares; a warp
- * takes every eighth output. Grid (slices, R / 4), 8 KiB shared. Reads the weights once
+ * takes every eighth output, four of them at a time. Grid (slices, R / 4), 8 KiB shared. Reads the weights once
  * for four rows, and the streams once. */
 template <int FMT> __global__ void mix_dots(const __grid_constant__ mix_args a)
 {
@@ -348,27 +349,46 @@ template <int FMT> __global__ void mix_dots(const __grid_constant__ mix_args a)
 
         x[r][k] = r < n_row && i0 + k < width ? a.streams[(r0 + r) * width + i0 + k] : 0.0f;
     }
-    __syncthreads();
-    for (int j = warp; j <= n_out; j += THREADS / 32) {
-        float sum[MIX_ROWS] = {};
+    /* Every warp comes once at least, for the barrier. */
+    for (int j0 = warp; j0 <= n_out || j0 == warp; j0 += MIX_OUTS * THREADS / 32) {
+        float w[MIX_OUTS][SLICE / 256][8], sum[MIX_OUTS][MIX_ROWS] = {};
 
-        for (int i = 8 * lane; i < SLICE; i += 256) {
-            float w[8];
-
-            if (j < n_out)
-                hx_plain_load8<FMT>(w, a.fn, j, i0 + i);
 #pragma unroll
-            for (int r = 0; r < MIX_ROWS; r++)
+        for (int o = 0; o < MIX_OUTS; o++)
 #pragma unroll
-                for (int q = 0; q < 8; q++)
-                    sum[r] = fmaf(j < n_out ? w[q] : x[r][i + q], x[r][i + q], sum[r]);
-        }
-        for (int r = 0; r < n_row; r++) {
-            const float t = hx_warp_sum(sum[r]);
+            for (int i = 0; i < SLICE / 256; i++)
+                if (j0 + o * THREADS / 32 < n_out)
+                    hx_plain_load8<FMT>(w[o][i], a.fn, j0 + o * THREADS / 32,
+                                        i0 + 256 * i + 8 * lane);
+        if (j0 == warp)
+            __syncthreads(); /* the inputs are there */
+#pragma unroll
+        for (int i = 0; i < SLICE / 256; i++)
+#pragma unroll
+            for (int r = 0; r < MIX_ROWS; r++) {
+                float v[8];
 
-            if (lane == 0)
-                a.part[((r0 + r) * a.slices + blockIdx.x) * (n_out + 1) + j] = t;
-        }
+                load4(v, x[r], 256 * i + 8 * lane, SLICE, true);
+                load4(v + 4, x[r], 256 * i + 8 * lane + 4, SLICE, true);
+#pragma unroll
+                for (int o = 0; o < MIX_OUTS; o++) {
+                    const bool squares = j0 + o * THREADS / 32 == n_out;
+
+#pragma unroll
+                    for (int q = 0; q < 8; q++)
+                        sum[o][r] = fmaf(squares ? v[q] : w[o][i][q], v[q], sum[o][r]);
+                }
+            }
+#pragma unroll
+        for (int o = 0; o < MIX_OUTS; o++)
+#pragma unroll
+            for (int r = 0; r < MIX_ROWS; r++) {
+                const float t = hx_warp_sum(sum[o][r]);
+                const int j = j0 + o * THREADS / 32;
+
+                if (lane == 0 && j <= n_out && r < n_row)
+                    a.part[((r0 + r) * a.slices + blockIdx.x) * (n_out + 1) + j] = t;
+            }
     }
 }
 
@@ -445,7 +465,7 @@ template <int S> __global__ void mix_rows(const __grid_constant__ mix_args a)
         const float *part = a.part + r * slices * (n + 1) + t;
         float sum = 0;
 
-#pragma unroll 8
+#pragma unroll 32
         for (int64_t i = 0; i < slices; i++)
             sum += part[i * (n + 1)];
         m[t] = sum;

@@ -61,6 +61,19 @@ HX_DEVICE float hx_half_to(uint16_t h)
     return __half2float(__ushort_as_half(h));
 }
 
+/* Starts to copy 16 bytes to shared memory, zeros when not inside. */
+HX_DEVICE void hx_copy16(void *to, const void *from, bool inside)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                     (uint32_t)__cvta_generic_to_shared(to)),
+                 "l"(from), "r"(inside ? 16 : 0));
+}
+
+HX_DEVICE void hx_copy_wait(void)
+{
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
 HX_DEVICE float hx_plain_scale(const hx_plain_mat &m, int64_t n, int64_t k)
 {
     const uint32_t per_row = ((uint32_t)m.k + m.block_k - 1) / (uint32_t)m.block_k;
@@ -106,9 +119,20 @@ HX_DEVICE hx_raw8<FMT> hx_plain_raw8(const hx_plain_mat &m, int64_t n, int64_t k
     return r;
 }
 
+/* The scale that all weights of a block of 128 inputs from k on share, or NaN when they
+ * have several. Only FP8 has one. */
+template <int FMT>
+HX_DEVICE float hx_plain_block_scale(const hx_plain_mat &m, int64_t n, int64_t k)
+{
+    if (FMT != HX_FMT_FP8 || m.block_k % 128 != 0)
+        return NAN;
+    return k < m.k ? hx_plain_scale(m, n, k) : 0.0f;
+}
+
+/* scale: of the block, as above. */
 template <int FMT>
 HX_DEVICE void hx_plain_widen8(float w[8], const hx_raw8<FMT> &r, const hx_plain_mat &m,
-                               int64_t n, int64_t k)
+                               int64_t n, int64_t k, float scale)
 {
     const uint32_t *u = (const uint32_t *)&r;
 
@@ -117,13 +141,14 @@ HX_DEVICE void hx_plain_widen8(float w[8], const hx_raw8<FMT> &r, const hx_plain
         for (int j = 0; j < 8; j++)
             w[j] = hx_float_of(u[j]);
     } else if (FMT == HX_FMT_FP8) {
-        const bool one = m.block_k % 8 == 0;
-        const float first = k < m.k ? hx_plain_scale(m, n, k) : 0.0f;
+        const bool one = m.block_k % 128 == 0;
 
 #pragma unroll
         for (int j = 0; j < 8; j++)
             w[j] = hx_e4m3_to((uint8_t)(u[j / 4] >> (8 * (j % 4)))) *
-                   (one || k >= m.k ? first : hx_plain_scale(m, n, k + j));
+                   (one       ? scale
+                    : k < m.k ? hx_plain_scale(m, n, k + j)
+                              : 0.0f);
     } else {
 #pragma unroll
         for (int j = 0; j < 8; j++) {
@@ -139,7 +164,8 @@ template <int FMT>
 HX_DEVICE void hx_plain_load8(float w[8], const hx_plain_mat &m, int64_t n, int64_t k)
 {
     if (m.wide) {
-        hx_plain_widen8<FMT>(w, hx_plain_raw8<FMT>(m, n, k), m, n, k);
+        hx_plain_widen8<FMT>(w, hx_plain_raw8<FMT>(m, n, k), m, n, k,
+                             hx_plain_block_scale<FMT>(m, n, k));
         return;
     }
 #pragma unroll

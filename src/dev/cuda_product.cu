@@ -45,6 +45,7 @@ struct plain {
     const hx_cuda_expert *expert;
     int64_t n_expert;
     int which, x_div;           /* 0 gate, 1 up, 2 down; x row of pick z: z / x_div */
+    bool x_wide;                /* x can be copied 16 bytes at a time */
 };
 
 template <int FMT, int RB> __global__ void plain_rows(const __grid_constant__ plain p, int log_l);
@@ -67,7 +68,7 @@ static int plain_launch(hx_cuda *c, const char *op, const plain &p, hx_fmt fmt, 
 
     /* Fewer threads an output share inputs better; more of them fill the device. */
     while (RB > 1 && log_l > 3 &&
-           hx_ceil_div(p.n, WARPS * (32 >> (log_l - 1))) * row_groups >= 4 * c->n_sm)
+           hx_ceil_div(p.n, WARPS * (32 >> (log_l - 1))) * row_groups >= 2 * c->n_sm)
         log_l--;
     const int64_t per_block = WARPS * (32 >> log_l);
     const dim3 grid((unsigned)hx_ceil_div(p.n, per_block), (unsigned)hx_ceil_div(p.rows, RB),
@@ -85,6 +86,7 @@ static int plain_product(hx_cuda *c, const char *op, plain p, hx_fmt fmt, int64_
 {
     const int64_t rows = p.rows;
 
+    p.x_wide = (uintptr_t)p.x % 16 == 0 && p.m.k % 4 == 0 && p.ldx % 4 == 0 && p.x_head % 4 == 0;
     for (int64_t r = 0; r < rows; r += MAX_GRID_Y) {
         int rc;
 
@@ -122,6 +124,18 @@ HX_DEVICE void stage_inputs(float *xs, const float *x, const plain &p, int64_t r
                             int log_l)
 {
     __syncthreads();
+    if (p.x_wide) {
+        for (int i = threadIdx.x; i < RB << (log_l + 5); i += THREADS) {
+            const int r = i >> (log_l + 5), at = 4 * (i & ((32 << log_l) - 1));
+            const bool inside = r0 + r < p.rows && i0 + at < p.m.k;
+
+            hx_copy16(xs + ((r << log_l) + (at >> 7)) * PITCH + (at & 127),
+                      inside ? x + r * p.ldx + i0 + at : x, inside);
+        }
+        hx_copy_wait();
+        __syncthreads();
+        return;
+    }
     for (int i = threadIdx.x; i < RB << (log_l + 7); i += THREADS) {
         const int r = i >> (log_l + 7), at = i & ((BLOCK << log_l) - 1);
         const bool inside = r0 + r < p.rows && i0 + at < p.m.k;
@@ -181,6 +195,7 @@ __global__ void __launch_bounds__(THREADS)
         if (m.wide) {
             /* The first weights are on their way while the inputs are fetched. */
             constexpr int N = FMT == HX_FMT_F32 || RB > 1 ? 8 : 16;
+            const float scale = hx_plain_block_scale<FMT>(m, row, mine);
             hx_raw8<FMT> raw[N];
 
 #pragma unroll
@@ -195,7 +210,7 @@ __global__ void __launch_bounds__(THREADS)
                     for (int s = 0; s < N; s++) {
                         float w[8];
 
-                        hx_plain_widen8<FMT>(w, raw[s], m, row, mine + 8 * (h + s));
+                        hx_plain_widen8<FMT>(w, raw[s], m, row, mine + 8 * (h + s), scale);
                         add_lanes<RB>(acc, w, v + 8 * (h + s), PITCH << log_l);
                     }
             }
@@ -292,12 +307,8 @@ HX_DEVICE void fetch_tile(char *tile, const hx_plain_mat &m, int64_t row, int64_
     constexpr int row_bytes = 32 * weight_bytes<FMT>(), per = row_bytes / 16;
     const char *from = (const char *)m.w + (row * m.k + col) * weight_bytes<FMT>();
 
-    for (int i = threadIdx.x & 31; i < len * per; i += 32) {
-        const uint32_t to = (uint32_t)__cvta_generic_to_shared(tile + i * 16);
-
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to),
-                     "l"(from + i / per * m.k * weight_bytes<FMT>() + i % per * 16));
-    }
+    for (int i = threadIdx.x & 31; i < len * per; i += 32)
+        hx_copy16(tile + i * 16, from + i / per * m.k * weight_bytes<FMT>() + i % per * 16, true);
 }
 
 /* Weight of the lane's column in row i of the tile, which is W[row, col]. */
@@ -349,7 +360,7 @@ __global__ void __launch_bounds__(32 * COLUMN_BLOCKS)
                 xs[r][i] = r0 + r < p.rows && i0 + i < p.n
                                ? p.x[(r0 + r) * p.ldx + z * p.x_head + i0 + i]
                                : 0.0f;
-        asm volatile("cp.async.wait_all;" ::: "memory");
+        hx_copy_wait();
         __syncthreads();
         if (warp < here && col < k) {
             const int64_t row = p.first + z * p.stride + first;

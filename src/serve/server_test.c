@@ -1323,8 +1323,10 @@ static void test_slow_client(void **state)
     free_stream(s);
     done(r);
     r = receive(fd);
+    /* Near ones only: sanitizers look at all that memmem() may read, every time. */
     for (const char *p = r->body.p, *to = p + r->body.n;
-         (p = memmem(p, (size_t)(to - p), LONG, strlen(LONG))) != NULL; p += strlen(LONG))
+         (p = memmem(p, HX_MIN((size_t)(to - p), 1000u), LONG, strlen(LONG))) != NULL;
+         p += strlen(LONG))
         n++;
     assert_int_equal(n, N);
     assert_non_null(strstr(r->body.p + r->body.n - 20, "data: [DONE]"));

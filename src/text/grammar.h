@@ -50,7 +50,7 @@ void hx_vocab_close(hx_vocab *v);
     X(memory_bytes, 64 << 20, "bytes of memory to compile in")                           \
     X(cache_bytes, 16 << 20, "bytes of cached states and masks")                         \
     X(depth, HX_MATCHER_FRAMES / 2, "open rules while matching")                         \
-    X(mask_steps, 6000000, "steps for one mask")
+    X(mask_steps, 2000000, "steps for one mask")
 
 typedef struct {
 #define X(name, dflt, text) uint32_t name;    /* 0: the default */

@@ -22,7 +22,7 @@ typedef struct {
     hx_ranges set; /* of the class being read */
 } parser;
 
-enum { SLOTS = 1024 };
+enum { SLOTS = 4096 };
 
 static int fail(parser *s, const char *what)
 {

@@ -291,7 +291,6 @@ struct hx_grammar {
     hx_item  *item;
     hx_config *cfg;
     uint32_t *next;                  /* [cfg][n_class] */
-    uint16_t *weight;                /* [cfg] n_item + 1 */
     uint32_t *frame_slot, *cfg_slot; /* hash tables */
     uint32_t  n_frame, n_item, n_cfg, cap_frame, cap_item, cap_cfg;
     uint32_t *mask, *mask_owner;     /* [n_mask][n_word], [n_mask] */
@@ -300,6 +299,7 @@ struct hx_grammar {
     /* Scratch of one transition. */
     hx_seen   *seen;                 /* [HX_SEEN_SLOTS] */
     uint32_t   mark, frame_mark, n_seen;
+    uint64_t   work;                 /* arrivals since the mask at hand was begun */
     hx_arrival *todo;                /* [HX_SEEN_MAX] */
     uint32_t   n_todo;
     hx_item   *out;                  /* [HX_SEEN_MAX] */

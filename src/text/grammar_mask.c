@@ -234,7 +234,6 @@ typedef struct {
     uint32_t start;                      /* state at the root */
     uint32_t at[HX_TOKEN_BYTES_MAX + 1]; /* states along the path */
     uint8_t byte[HX_TOKEN_BYTES_MAX + 1];
-    uint64_t work;
 } walk;
 
 /* The cache is full amid a walk: forgets all but the path. */
@@ -274,16 +273,13 @@ static bool walk_trie(walk *w, uint32_t *mask)
                 return false;
             to = hx_cache_next(g, w->at[t->depth - 1], t->byte);
         }
-        if (to < HX_CFG_FIRST) {
-            if (to == HX_CFG_FULL || ++w->work > g->opt.mask_steps)
-                return false;
+        /* Remembered transitions are not counted: they cost next to nothing. */
+        if (to == HX_CFG_FULL || g->work > g->opt.mask_steps)
+            return false;
+        if (to == HX_CFG_DEAD) {
             i = t->skip;
             continue;
         }
-        /* Counted by the size of states, so that it does not depend on the cache. */
-        w->work += g->weight[to];
-        if (w->work > g->opt.mask_steps)
-            return false;
         w->at[t->depth] = to;
         w->byte[t->depth] = t->byte;
         if (t->token >= 0)
@@ -317,6 +313,7 @@ static bool compute(hx_grammar *g, uint32_t *cfg, uint32_t *mask)
                 set_bit(mask, id);
         }
     }
+    g->work = 0;
     if (!walk_trie(&w, mask))
         return false;
     *cfg = w.start;

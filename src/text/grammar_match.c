@@ -7,8 +7,6 @@
  * hx_cache_open() nothing here allocates. */
 #include "text/grammar_ir.h"
 
-#include <stdlib.h>
-
 enum {
     MASKS_MAX = 1024,
     /* What one path of HX_TOKEN_BYTES_MAX transitions can take must always fit. */
@@ -46,7 +44,6 @@ static size_t lay_out(hx_grammar *g, char *base)
     g->item = take(base, &at, g->cap_item, sizeof(*g->item));
     g->cfg = take(base, &at, g->cap_cfg, sizeof(*g->cfg));
     g->next = take(base, &at, (size_t)g->cap_cfg * g->n_class, sizeof(*g->next));
-    g->weight = take(base, &at, g->cap_cfg, sizeof(*g->weight));
     g->frame_slot =
         take(base, &at, power_above(2 * g->cap_frame), sizeof(*g->frame_slot));
     g->cfg_slot = take(base, &at, power_above(2 * g->cap_cfg), sizeof(*g->cfg_slot));
@@ -280,29 +277,24 @@ static uint32_t frames_below(hx_grammar *g, const hx_item *item, uint32_t n)
     return frames;
 }
 
-static int by_item(const void *a, const void *b)
+static bool is_before(hx_item a, hx_item b)
 {
-    const hx_item *x = a, *y = b;
-
-    if (x->state != y->state)
-        return x->state < y->state ? -1 : 1;
-    return x->frame < y->frame ? -1 : x->frame > y->frame;
+    return a.state != b.state ? a.state < b.state : a.frame < b.frame;
 }
 
+/* Shell's sort: there are mostly two items and at most a few hundred, and qsort() of that
+ * many calls malloc. */
 static void sort_items(hx_item *v, uint32_t n)
 {
-    if (n > 16) {
-        qsort(v, n, sizeof(*v), by_item);
-        return;
-    }
-    for (uint32_t i = 1; i < n; i++) {
-        const hx_item x = v[i];
-        uint32_t k = i;
+    for (uint32_t gap = n > 16 ? n / 3 : 1; gap > 0; gap = gap == 2 ? 1 : gap * 5 / 11)
+        for (uint32_t i = gap; i < n; i++) {
+            const hx_item x = v[i];
+            uint32_t k = i;
 
-        for (; k > 0 && by_item(&v[k - 1], &x) > 0; k--)
-            v[k] = v[k - 1];
-        v[k] = x;
-    }
+            for (; k >= gap && is_before(x, v[k - gap]); k -= gap)
+                v[k] = v[k - gap];
+            v[k] = x;
+        }
 }
 
 /* The id of the state that g->out and g->complete describe. */
@@ -330,7 +322,6 @@ static uint32_t config_of(hx_grammar *g)
     g->cfg[g->n_cfg] = (hx_config) {
         .hash = hash, .item = g->n_item, .n_item = (uint16_t)n, .complete = g->complete
     };
-    g->weight[g->n_cfg] = (uint16_t)(n + 1);
     memset(g->next + (size_t)g->n_cfg * g->n_class, 0, g->n_class * sizeof(*g->next));
     g->n_item += n;
     return g->cfg_slot[i] = g->n_cfg++;
@@ -342,6 +333,7 @@ static uint32_t finish(hx_grammar *g)
     while (g->n_todo > 0)
         if (!follow(g, g->todo[--g->n_todo]))
             return HX_CFG_FULL;
+    g->work += g->n_seen + 1;
     return g->overflow || (g->n_out == 0 && !g->complete) ? HX_CFG_DEAD : config_of(g);
 }
 
