@@ -33,7 +33,7 @@ static void check_answers(const hx_http_reader *r)
         hx_assert((b.p[i] == '\n') == (i > 0 && b.p[i - 1] == '\r'));
     b.n = 0;
     hx_http_write_error(&b, r->state == HX_READ_BAD ? r->status : 400, r->why);
-    hx_assert(hx_json_parse(&j, (hx_str){ b.p, b.n }, 0, NULL) == 0);
+    hx_assert(hx_json_parse(&j, (hx_str) { b.p, b.n }, 0, NULL) == 0);
     hx_json_free(j);
     hx_sb_free(&b);
 }
@@ -61,8 +61,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         k = feed(a, p, n, SIZE_MAX);
         hx_assert(feed(b, p, n, 1 + data[0] % 16u) == k || a->state == HX_READ_BAD);
         hx_assert(a->state == b->state && a->status == b->status);
-        hx_assert(a->state == HX_READ_BAD || hx_str_eq((hx_str){ a->body.p, a->body.n },
-                                                       (hx_str){ b->body.p, b->body.n }));
+        hx_assert(a->state == HX_READ_BAD ||
+                  hx_str_eq((hx_str) { a->body.p, a->body.n },
+                            (hx_str) { b->body.p, b->body.n }));
         hx_assert(a->state != HX_READ_DONE ||
                   (hx_str_eq(a->path, b->path) && hx_str_eq(a->query, b->query)));
         if (a->state == HX_READ_DONE)

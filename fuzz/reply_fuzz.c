@@ -6,15 +6,18 @@
 #include "text/text.h"
 
 static const char *const markers[] = {
-    "<think>",    "</think>",   "<tool_call>", "</tool_call>",
-    "<arg_key>",  "</arg_key>", "<arg_value>", "</arg_value>",
+    "<think>",   "</think>",   "<tool_call>", "</tool_call>",
+    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
 };
 static const char tools_json[] =
     "[{\"name\":\"f\",\"parameters\":{\"properties\":{\"s\":{\"type\":\"string\"},"
     "\"u\":{\"type\":[\"string\",\"integer\"]},"
     "\"i\":{\"anyOf\":[{\"type\":\"integer\"},{\"$ref\":\"#\"}]}}}}]";
 
-typedef struct { hx_sb all, args; int kind; } message;
+typedef struct {
+    hx_sb all, args;
+    int kind;
+} message;
 
 static bool is_token(uint8_t byte)
 {
@@ -44,7 +47,7 @@ static void sink(void *ud, const hx_reply_event *ev)
     if (ev->kind == HX_REPLY_ARGS)
         hx_sb_add(&m->args, ev->text.p, ev->text.n);
     if (ev->kind == HX_REPLY_CALL_END) {
-        hx_assert(hx_json_parse(&j, (hx_str){ m->args.p, m->args.n }, 0, NULL) == 0);
+        hx_assert(hx_json_parse(&j, (hx_str) { m->args.p, m->args.n }, 0, NULL) == 0);
         hx_json_free(j);
     }
 }

@@ -22,16 +22,16 @@ extern "C" {
 
 /* ---- errors ---------------------------------------------------------- */
 
-#define HX_ERRORS(X)                                                    \
-    X(EARG,    -1, "invalid argument")                                  \
-    X(EFORMAT, -2, "malformed input")                                   \
-    X(EIO,     -3, "input/output error")                                \
-    X(ENOMEM,  -4, "memory budget exceeded")                            \
-    X(EDEVICE, -5, "device failure")                                    \
-    X(ELIMIT,  -6, "limit exceeded")                                    \
-    X(EUNSUP,  -7, "not supported")                                     \
-    X(ECANCEL, -8, "cancelled")                                         \
-    X(EBUSY,   -9, "busy")
+#define HX_ERRORS(X)                                                                     \
+    X(EARG, -1, "invalid argument")                                                      \
+    X(EFORMAT, -2, "malformed input")                                                    \
+    X(EIO, -3, "input/output error")                                                     \
+    X(ENOMEM, -4, "memory budget exceeded")                                              \
+    X(EDEVICE, -5, "device failure")                                                     \
+    X(ELIMIT, -6, "limit exceeded")                                                      \
+    X(EUNSUP, -7, "not supported")                                                       \
+    X(ECANCEL, -8, "cancelled")                                                          \
+    X(EBUSY, -9, "busy")
 
 enum {
     HX_OK = 0,
@@ -41,8 +41,8 @@ enum {
 };
 
 typedef struct {
-    int  code;              /* HX_OK or one of HX_E* */
-    char msg[256];          /* "" when code is HX_OK */
+    int code;      /* HX_OK or one of HX_E* */
+    char msg[256]; /* "" when code is HX_OK */
 } hx_err;
 
 const char *hx_strerror(int code);
@@ -52,7 +52,10 @@ const char *hx_strerror(int code);
 typedef struct hx_engine hx_engine;
 typedef struct hx_stream hx_stream;
 
-typedef struct { const char *p; size_t n; } hx_str;     /* borrowed bytes */
+typedef struct {
+    const char *p;
+    size_t n;
+} hx_str; /* borrowed bytes */
 
 typedef enum { HX_KV_BF16, HX_KV_F32 } hx_kv;
 
@@ -61,42 +64,42 @@ typedef void hx_load_fn(void *ud, uint64_t done, uint64_t total);
 
 /* A zeroed struct with model_dir set is a good start. Strings are copied. */
 typedef struct {
-    const char *model_dir;       /* folder with config.json, or "synthetic:NAME[,layers=N]" */
-    const char *device;          /* NULL or "cpu"; "ref": scalar double reference, slow */
-    const char *cpu_isa;         /* NULL: the best there is; "avx512", "avx2", "scalar" */
-    const char *cpus;            /* NULL: all allowed; or a list like "0-7,16" */
-    int32_t     n_threads;       /* 0: one per allowed CPU */
-    int64_t     ctx_tokens;      /* longest sequence; 0 takes the model's, within the budget */
-    int32_t     max_streams;     /* sequences decoded together, 1..64; 0 is 8 */
-    int64_t     max_queue;       /* requests waiting for a place; 0 is 256 */
-    uint64_t    cache_bytes;     /* sequence memory; 0 takes what max_streams need, at most
-                                  * a quarter of the memory this process may use */
-    hx_kv       kv;              /* how latents are kept */
-    hx_load_fn *on_load;         /* may be NULL */
-    void       *on_load_ud;
+    const char *model_dir; /* folder with config.json, or "synthetic:NAME[,layers=N]" */
+    const char *device;    /* NULL or "cpu"; "ref": scalar double reference, slow */
+    const char *cpu_isa;   /* NULL: the best there is; "avx512", "avx2", "scalar" */
+    const char *cpus;      /* NULL: all allowed; or a list like "0-7,16" */
+    int32_t n_threads;     /* 0: one per allowed CPU */
+    int64_t ctx_tokens;    /* longest sequence; 0 takes the model's, within the budget */
+    int32_t max_streams;   /* sequences decoded together, 1..64; 0 is 8 */
+    int64_t max_queue;     /* requests waiting for a place; 0 is 256 */
+    uint64_t cache_bytes;  /* sequence memory; 0 takes what max_streams need, at most
+                            * a quarter of the memory this process may use */
+    hx_kv kv;              /* how latents are kept */
+    hx_load_fn *on_load;   /* may be NULL */
+    void *on_load_ud;
 } hx_options;
 
 typedef struct {
-    const char *name, *arch;     /* borrowed from the engine */
-    const char *reply_format;    /* how replies mark reasoning and tool calls; see text.h */
-    int64_t     ctx_tokens, ctx_trained_tokens;
-    int32_t     n_vocab;         /* rows of the output matrix */
-    int32_t     n_token;         /* ids that name a token; ids above are never sampled */
-    int32_t     n_layer, n_expert, n_expert_active;
-    int32_t     max_streams;
-    int64_t     max_queue;
-    const int32_t *eos;          /* [n_eos] ids that end an answer */
-    int32_t     n_eos;
-    float       temperature, top_p;     /* the model's own defaults */
-    int32_t     top_k;                  /* 0 is all */
-    uint64_t    n_param, weight_bytes, cache_bytes, work_bytes;
-    const char *device;          /* "cpu (avx2, 2 threads)" */
+    const char *name, *arch;  /* borrowed from the engine */
+    const char *reply_format; /* how replies mark reasoning and tool calls; see text.h */
+    int64_t ctx_tokens, ctx_trained_tokens;
+    int32_t n_vocab; /* rows of the output matrix */
+    int32_t n_token; /* ids that name a token; ids above are never sampled */
+    int32_t n_layer, n_expert, n_expert_active;
+    int32_t max_streams;
+    int64_t max_queue;
+    const int32_t *eos; /* [n_eos] ids that end an answer */
+    int32_t n_eos;
+    float temperature, top_p; /* the model's own defaults */
+    int32_t top_k;            /* 0 is all */
+    uint64_t n_param, weight_bytes, cache_bytes, work_bytes;
+    const char *device; /* "cpu (avx2, 2 threads)" */
 } hx_info;
 
 /* Opens a model. Errors: HX_EARG, HX_EFORMAT (names file and tensor), HX_EIO,
  * HX_ENOMEM (with the arithmetic), HX_EUNSUP. On failure *out is NULL. */
-int  hx_open(hx_engine **out, const hx_options *opt, hx_err *err);
-void hx_close(hx_engine *e);                    /* NULL is fine; ends all streams */
+int hx_open(hx_engine **out, const hx_options *opt, hx_err *err);
+void hx_close(hx_engine *e); /* NULL is fine; ends all streams */
 void hx_get_info(const hx_engine *e, hx_info *out);
 
 /* ---- text ------------------------------------------------------------ */
@@ -105,7 +108,8 @@ void hx_get_info(const hx_engine *e, hx_info *out);
  * caller may ask with cap 0 first. Negative is an HX_E code. special: spelled-out
  * added tokens become ids. Models without a tokenizer answer HX_EUNSUP. */
 int64_t hx_tokenize(hx_engine *e, hx_str text, bool special, int32_t *out, int64_t cap);
-int64_t hx_detokenize(hx_engine *e, const int32_t *tok, int64_t n, char *out, int64_t cap);
+int64_t hx_detokenize(hx_engine *e, const int32_t *tok, int64_t n, char *out,
+                      int64_t cap);
 
 /* The bytes of one token, borrowed from the engine; {NULL, 0} where the id has none.
  * *special, when not NULL, tells whether plain decoding drops it. */
@@ -115,8 +119,8 @@ hx_str hx_token_bytes(const hx_engine *e, int32_t id, bool *special);
 int32_t hx_token_id(const hx_engine *e, hx_str text);
 
 typedef struct {
-    bool official;   /* text of a message that spells a special token becomes that token, as
-                      * the official implementation does; default: it stays text */
+    bool official; /* text of a message that spells a special token becomes that token, as
+                    * the official implementation does; default: it stays text */
 } hx_render_opt;
 
 /* Renders the model's chat template over a JSON object {"messages": [...],
@@ -129,38 +133,50 @@ int hx_render(hx_engine *e, hx_str json, const hx_render_opt *opt, int32_t **out
 
 /* ---- generation ------------------------------------------------------ */
 
-typedef struct { int32_t token; float bias; } hx_bias;
+typedef struct {
+    int32_t token;
+    float bias;
+} hx_bias;
 
 /* Zero means off unless said otherwise. All arrays are copied by hx_submit(). */
 typedef struct {
-    const int32_t *tokens;       /* [n_tokens] the prompt, at least one */
-    int64_t        n_tokens;
-    int64_t        max_new;      /* 0: up to the end of the context */
-    int64_t        min_new;      /* no end id is sampled before */
-    float          temperature;  /* 0 is greedy */
-    float          top_p, min_p; /* 0 or 1: off */
-    int32_t        top_k;
-    float          repeat_penalty;      /* 0 or 1: off; over prompt and answer */
-    float          presence_penalty, frequency_penalty;     /* over the answer */
-    uint64_t       seed;         /* same seed, same tokens, whatever else is served */
-    bool           want_logprobs;       /* log-probability of each chosen token */
-    int32_t        n_top;        /* 0..20 alternatives beside it */
-    const hx_bias *bias;         /* [n_bias] added to logits; -100 and below bans */
-    int32_t        n_bias;
-    const hx_str  *stop;         /* [n_stop] texts that end the answer; never shown */
-    int32_t        n_stop;
-    const int32_t *stop_ids;     /* [n_stop_ids] beside the model's end ids */
-    int32_t        n_stop_ids;
-    bool           ignore_eos;   /* end ids are neither sampled nor stop */
-    int32_t        priority;     /* larger runs first */
-    int64_t        deadline_ms;  /* from submit; 0 is none; then HX_ELIMIT */
-    bool           progress;     /* HX_EV_PROGRESS events while waiting and reading */
+    const int32_t *tokens; /* [n_tokens] the prompt, at least one */
+    int64_t n_tokens;
+    int64_t max_new;    /* 0: up to the end of the context */
+    int64_t min_new;    /* no end id is sampled before */
+    float temperature;  /* 0 is greedy */
+    float top_p, min_p; /* 0 or 1: off */
+    int32_t top_k;
+    float repeat_penalty;                      /* 0 or 1: off; over prompt and answer */
+    float presence_penalty, frequency_penalty; /* over the answer */
+    uint64_t seed;       /* same seed, same tokens, whatever else is served */
+    bool want_logprobs;  /* log-probability of each chosen token */
+    int32_t n_top;       /* 0..20 alternatives beside it */
+    const hx_bias *bias; /* [n_bias] added to logits; -100 and below bans */
+    int32_t n_bias;
+    const hx_str *stop; /* [n_stop] texts that end the answer; never shown */
+    int32_t n_stop;
+    const int32_t *stop_ids; /* [n_stop_ids] beside the model's end ids */
+    int32_t n_stop_ids;
+    bool ignore_eos;     /* end ids are neither sampled nor stop */
+    int32_t priority;    /* larger runs first */
+    int64_t deadline_ms; /* from submit; 0 is none; then HX_ELIMIT */
+    bool progress;       /* HX_EV_PROGRESS events while waiting and reading */
 } hx_request;
 
 typedef enum { HX_EV_PROGRESS, HX_EV_TOKENS, HX_EV_DONE, HX_EV_ERROR } hx_event_kind;
-typedef enum { HX_STOP_NONE, HX_STOP_EOS, HX_STOP_TEXT, HX_STOP_LENGTH, HX_STOP_CANCEL } hx_stop;
+typedef enum {
+    HX_STOP_NONE,
+    HX_STOP_EOS,
+    HX_STOP_TEXT,
+    HX_STOP_LENGTH,
+    HX_STOP_CANCEL
+} hx_stop;
 
-typedef struct { int32_t token; float logprob; } hx_choice;
+typedef struct {
+    int32_t token;
+    float logprob;
+} hx_choice;
 
 /* Times are microseconds of hx_now_us(); 0 where not reached. */
 typedef struct {
@@ -169,42 +185,42 @@ typedef struct {
 
 /* Pointers are valid until the next call on the stream. */
 typedef struct {
-    hx_event_kind    kind;
-    const int32_t   *tokens;     /* [n_tokens] generated since the last event; end ids are
-                                  * not among them */
-    int32_t          n_tokens;
-    hx_str           bytes;      /* their bytes: whole tokens that are certain not to be part
-                                  * of a stop text, but for the last before one, which is cut */
-    const int32_t   *end;        /* [n_tokens] where each token's bytes end in bytes */
-    const float     *logprob;    /* [n_tokens], or NULL */
-    const hx_choice *top;        /* [n_tokens][n_top], or NULL */
-    hx_stop          stop;       /* when DONE */
-    int32_t          stop_index; /* which stop text, or the end id; else -1 */
-    int64_t          prompt, cached, generated;     /* tokens, so far */
-    int64_t          prefilled;  /* of prompt */
-    int64_t          queue;      /* requests ahead of this one; 0 when it runs */
-    hx_times         times;
-    hx_err           err;        /* when ERROR */
+    hx_event_kind kind;
+    const int32_t *tokens; /* [n_tokens] generated since the last event; end ids are
+                            * not among them */
+    int32_t n_tokens;
+    hx_str bytes;         /* their bytes: whole tokens that are certain not to be part
+                           * of a stop text, but for the last before one, which is cut */
+    const int32_t *end;   /* [n_tokens] where each token's bytes end in bytes */
+    const float *logprob; /* [n_tokens], or NULL */
+    const hx_choice *top; /* [n_tokens][n_top], or NULL */
+    hx_stop stop;         /* when DONE */
+    int32_t stop_index;   /* which stop text, or the end id; else -1 */
+    int64_t prompt, cached, generated; /* tokens, so far */
+    int64_t prefilled;                 /* of prompt */
+    int64_t queue;                     /* requests ahead of this one; 0 when it runs */
+    hx_times times;
+    hx_err err; /* when ERROR */
 } hx_event;
 
 /* Errors: HX_EARG (the sentence names the field), HX_ELIMIT (prompt too long:
  * both numbers), HX_EBUSY (queue full). Thread: any. */
-int  hx_submit(hx_engine *e, const hx_request *req, hx_stream **out, hx_err *err);
+int hx_submit(hx_engine *e, const hx_request *req, hx_stream **out, hx_err *err);
 
 /* Waits up to timeout_ms (-1: for ever). 1: *ev is filled; 0: nothing came.
  * After DONE or ERROR it returns the same event again. */
-int  hx_next(hx_stream *s, hx_event *ev, int timeout_ms);
+int hx_next(hx_stream *s, hx_event *ev, int timeout_ms);
 
 /* Calls fn(ud), mostly from the engine thread, whenever hx_next() would return 1; fn may
- * only wake somebody and must not call hx_ functions. For servers that wait on many streams
- * at once. */
+ * only wake somebody and must not call hx_ functions. For servers that wait on many
+ * streams at once. */
 void hx_on_ready(hx_stream *s, void (*fn)(void *ud), void *ud);
 
 /* The next n sampled tokens are replaced by these (to close reasoning, say). */
-int  hx_force(hx_stream *s, const int32_t *tokens, int32_t n, hx_err *err);
+int hx_force(hx_stream *s, const int32_t *tokens, int32_t n, hx_err *err);
 
 void hx_cancel(hx_stream *s);
-void hx_stream_free(hx_stream *s);              /* cancels if still running */
+void hx_stream_free(hx_stream *s); /* cancels if still running */
 
 /* ---- scoring --------------------------------------------------------- */
 
@@ -212,15 +228,15 @@ void hx_stream_free(hx_stream *s);              /* cancels if still running */
  * be NULL. Waits its turn like a request does. Errors as hx_submit(). */
 typedef struct {
     const int32_t *tokens;
-    int64_t        n_tokens, from;
-    float         *logits;       /* [n - from, n_vocab] */
-    float         *logprob;      /* [n - from] log p(tokens[i+1] | tokens[..i]); last is 0 */
-    hx_choice     *top;          /* [n - from, n_top] most likely next tokens */
-    int32_t        n_top;        /* 0..20 */
-    const int32_t *ids;          /* [n_ids] log-probabilities asked for */
-    int32_t        n_ids;
-    float         *id_logprob;   /* [n - from, n_ids] */
-    float         *hidden;       /* [n - from, width] after the last norm */
+    int64_t n_tokens, from;
+    float *logits;      /* [n - from, n_vocab] */
+    float *logprob;     /* [n - from] log p(tokens[i+1] | tokens[..i]); last is 0 */
+    hx_choice *top;     /* [n - from, n_top] most likely next tokens */
+    int32_t n_top;      /* 0..20 */
+    const int32_t *ids; /* [n_ids] log-probabilities asked for */
+    int32_t n_ids;
+    float *id_logprob; /* [n - from, n_ids] */
+    float *hidden;     /* [n - from, width] after the last norm */
 } hx_score_args;
 
 int hx_score(hx_engine *e, const hx_score_args *a, hx_err *err);
@@ -228,16 +244,16 @@ int hx_score(hx_engine *e, const hx_score_args *a, hx_err *err);
 /* ---- observation ----------------------------------------------------- */
 
 typedef struct {
-    int64_t running, waiting;            /* requests now */
-    int64_t pages, pages_used;           /* sequence memory, 64-token pages */
-    int64_t steps;                       /* engine steps so far: moves while it works */
+    int64_t running, waiting;  /* requests now */
+    int64_t pages, pages_used; /* sequence memory, 64-token pages */
+    int64_t steps;             /* engine steps so far: moves while it works */
 } hx_status;
 
-void    hx_get_status(hx_engine *e, hx_status *out);
-int64_t hx_metrics(hx_engine *e, char *out, int64_t cap);   /* Prometheus text */
-void    hx_on_log(void (*fn)(void *ud, int level, const char *line), void *ud);
-int64_t hx_now_us(void);                                    /* monotonic */
-void    hx_free(void *p);
+void hx_get_status(hx_engine *e, hx_status *out);
+int64_t hx_metrics(hx_engine *e, char *out, int64_t cap); /* Prometheus text */
+void hx_on_log(void (*fn)(void *ud, int level, const char *line), void *ud);
+int64_t hx_now_us(void); /* monotonic */
+void hx_free(void *p);
 
 #ifdef __cplusplus
 }

@@ -1,5 +1,5 @@
-/* fuzz_replay.c - runs a fuzz target over files: the corpora are part of `make test` this way.
- * Usage: x_replay FILE… Prints how many it ran. */
+/* fuzz_replay.c - runs a fuzz target over files: the corpora are part of `make test` this
+ * way. Usage: x_replay FILE… Prints how many it ran. */
 #include <stdio.h>
 
 #include "base/base.h"

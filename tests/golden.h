@@ -1,5 +1,5 @@
-/* golden.h - reads reference data in tests: .npy, safetensors, JSON; compares. Header-only, for
- * x_test.c files; a missing file fails the test that asked for it. */
+/* golden.h - reads reference data in tests: .npy, safetensors, JSON; compares.
+ * Header-only, for x_test.c files; a missing file fails the test that asked for it. */
 #ifndef HX_TESTS_GOLDEN_H
 #define HX_TESTS_GOLDEN_H
 
@@ -15,12 +15,18 @@
 #include "base/base.h"
 
 /* Data of an array file; freed with golden_free(). */
-typedef struct { char *raw; const void *p; int64_t dim[8]; int n_dim; char type[8]; } golden;
+typedef struct {
+    char *raw;
+    const void *p;
+    int64_t dim[8];
+    int n_dim;
+    char type[8];
+} golden;
 
 static inline void golden_free(golden *g)
 {
     hx_free(g->raw);
-    *g = (golden){ 0 };
+    *g = (golden) { 0 };
 }
 
 static inline hx_json *golden_json(const char *path)
@@ -31,7 +37,7 @@ static inline hx_json *golden_json(const char *path)
     hx_err err = { 0 };
 
     if (hx_file_read(path, 256u << 20, &text, &n, &err) != 0 ||
-        hx_json_parse(&j, (hx_str){ text, n }, 0, &err) != 0) {
+        hx_json_parse(&j, (hx_str) { text, n }, 0, &err) != 0) {
         fail_msg("%s: %s", path, err.msg);
         return NULL;
     }
@@ -68,7 +74,11 @@ static inline golden golden_npy(const char *path)
 }
 
 /* One float32 tensor of a safetensors file. */
-typedef struct { char *raw; hx_json *head; const char *data; } golden_file;
+typedef struct {
+    char *raw;
+    hx_json *head;
+    const char *data;
+} golden_file;
 
 static inline golden_file golden_open(const char *path)
 {
@@ -80,20 +90,22 @@ static inline golden_file golden_open(const char *path)
     if (hx_file_read(path, 256u << 20, &f.raw, &n, &err) != 0)
         fail_msg("%s", err.msg);
     memcpy(&head, f.raw, 8);
-    if (hx_json_parse(&f.head, (hx_str){ f.raw + 8, head }, 0, &err) != 0)
+    if (hx_json_parse(&f.head, (hx_str) { f.raw + 8, head }, 0, &err) != 0)
         fail_msg("%s: %s", path, err.msg);
     f.data = f.raw + 8 + head;
     return f;
 }
 
-static inline const float *golden_f32(const golden_file *f, const char *name, int64_t *count)
+static inline const float *golden_f32(const golden_file *f, const char *name,
+                                      int64_t *count)
 {
     const hx_json *t = hx_json_get(f->head, name), *off = hx_json_get(t, "data_offsets");
 
     if (t == NULL)
         return NULL;
     assert_true(hx_str_is(hx_json_str(hx_json_get(t, "dtype")), "F32"));
-    const int64_t a = hx_json_int(hx_json_at(off, 0), -1), b = hx_json_int(hx_json_at(off, 1), -1);
+    const int64_t a = hx_json_int(hx_json_at(off, 0), -1),
+                  b = hx_json_int(hx_json_at(off, 1), -1);
     *count = (b - a) / 4;
     return (const float *)(const void *)(f->data + a);
 }
@@ -126,12 +138,12 @@ static inline int64_t golden_argmax(const float *v, int64_t n)
     return best;
 }
 
-#define GOLDEN_NEED(path)                                                        \
-    do {                                                                         \
-        if (!hx_file_exists(path)) {                                             \
-            printf("SKIP %s: %s not beside the checkout\n", __func__, path);     \
-            skip();                                                              \
-        }                                                                        \
+#define GOLDEN_NEED(path)                                                                \
+    do {                                                                                 \
+        if (!hx_file_exists(path)) {                                                     \
+            printf("SKIP %s: %s not beside the checkout\n", __func__, path);             \
+            skip();                                                                      \
+        }                                                                                \
     } while (0)
 
 #endif

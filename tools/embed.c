@@ -1,4 +1,5 @@
-/* embed.c - writes a file as a C array: embed NAME < FILE > NAME.h. Run by the Makefile. */
+/* embed.c - writes a file as a C array: embed NAME < FILE > NAME.h. Run by the Makefile.
+ */
 #include <stdio.h>
 
 int main(int argc, char **argv)

@@ -31,7 +31,7 @@ int hx_fail(hx_err *err, int code, const char *fmt, ...) HX_PRINTF(3, 4);
 void hx_panic(const char *file, int line, const char *what);
 #define hx_assert(c) ((c) ? (void)0 : hx_panic(__FILE__, __LINE__, #c))
 
-#define HX_LEN(a) (sizeof(a) / sizeof((a)[0]))
+#define HX_LEN(a)    (sizeof(a) / sizeof((a)[0]))
 #define HX_MIN(a, b) ((a) < (b) ? (a) : (b))
 #define HX_MAX(a, b) ((a) > (b) ? (a) : (b))
 
@@ -51,7 +51,7 @@ bool hx_mul(size_t a, size_t b, size_t *out);
 /* Large zeroed memory straight from the system, backed as it is touched.
  * huge asks for 2 MiB pages where the system has them. */
 void *hx_map(size_t bytes, bool huge);
-void  hx_unmap(void *p, size_t bytes);
+void hx_unmap(void *p, size_t bytes);
 
 /* Bump allocator; everything goes at once. cap_bytes bounds the total. One thread. */
 typedef struct hx_arena {
@@ -59,17 +59,17 @@ typedef struct hx_arena {
     size_t used_bytes, cap_bytes;
 } hx_arena;
 
-void  hx_arena_init(hx_arena *a, size_t cap_bytes);
-void *hx_arena_alloc(hx_arena *a, size_t bytes);         /* zeroed, 16-byte aligned, or NULL */
-char *hx_arena_dup(hx_arena *a, const void *p, size_t n);    /* copy plus a final NUL */
-void  hx_arena_reset(hx_arena *a);                       /* frees all */
+void hx_arena_init(hx_arena *a, size_t cap_bytes);
+void *hx_arena_alloc(hx_arena *a, size_t bytes); /* zeroed, 16-byte aligned, or NULL */
+char *hx_arena_dup(hx_arena *a, const void *p, size_t n); /* copy plus a final NUL */
+void hx_arena_reset(hx_arena *a);                         /* frees all */
 
 /* Growable bytes. A failed append sets bad and keeps what was there; check once
  * at the end. max bounds n (0: no bound). p is NUL-terminated when not NULL. */
 typedef struct {
-    char  *p;
+    char *p;
     size_t n, cap, max;
-    bool   bad;
+    bool bad;
 } hx_sb;
 
 void hx_sb_add(hx_sb *b, const void *p, size_t n);
@@ -80,16 +80,16 @@ void hx_sb_free(hx_sb *b);
 
 /* ---- strings --------------------------------------------------------- */
 
-#define HX_STR(lit) ((hx_str){ (lit), sizeof(lit) - 1 })
-hx_str hx_str_c(const char *s);                         /* NULL gives {NULL, 0} */
-bool   hx_str_eq(hx_str a, hx_str b);
-bool   hx_str_is(hx_str a, const char *b);
+#define HX_STR(lit) ((hx_str) { (lit), sizeof(lit) - 1 })
+hx_str hx_str_c(const char *s); /* NULL gives {NULL, 0} */
+bool hx_str_eq(hx_str a, hx_str b);
+bool hx_str_is(hx_str a, const char *b);
 
 /* Decodes one code point at p[0..n); returns its length 1..4, or 0 when the bytes are
  * not UTF-8 (overlong, surrogate, past U+10FFFF), or -1 when they are a valid
  * beginning that n cuts short. */
-int  hx_utf8_next(const char *p, size_t n, uint32_t *cp);
-int  hx_utf8_put(uint32_t cp, char out[4]);             /* length */
+int hx_utf8_next(const char *p, size_t n, uint32_t *cp);
+int hx_utf8_put(uint32_t cp, char out[4]); /* length */
 bool hx_utf8_ok(const char *p, size_t n);
 /* How many bytes of a maximal invalid part start at p (Unicode 3.9, U+FFFD practice). */
 size_t hx_utf8_bad(const char *p, size_t n);
@@ -99,49 +99,60 @@ int hx_parse_size(const char *s, uint64_t *out, hx_err *err);
 
 /* ---- JSON ------------------------------------------------------------ */
 
-typedef struct hx_json hx_json;      /* a tree; children are borrowed from the root */
+typedef struct hx_json hx_json; /* a tree; children are borrowed from the root */
 
 typedef enum {
-    HX_JSON_NULL, HX_JSON_BOOL, HX_JSON_INT, HX_JSON_DOUBLE, HX_JSON_STRING,
-    HX_JSON_ARRAY, HX_JSON_OBJECT
+    HX_JSON_NULL,
+    HX_JSON_BOOL,
+    HX_JSON_INT,
+    HX_JSON_DOUBLE,
+    HX_JSON_STRING,
+    HX_JSON_ARRAY,
+    HX_JSON_OBJECT
 } hx_json_type;
 
 /* Strict JSON (no comments, no trailing text, valid UTF-8, nesting up to max_depth,
- * 0: 64). Errors: HX_EFORMAT with the byte offset, HX_ENOMEM. Freed with hx_json_free(). */
-int  hx_json_parse(hx_json **out, hx_str text, int max_depth, hx_err *err);
+ * 0: 64). Errors: HX_EFORMAT with the byte offset, HX_ENOMEM. Freed with hx_json_free().
+ */
+int hx_json_parse(hx_json **out, hx_str text, int max_depth, hx_err *err);
 void hx_json_free(hx_json *j);
 
 /* All accept NULL (type NULL, no members). */
-hx_json_type   hx_json_kind(const hx_json *j);
-const char    *hx_json_kind_name(const hx_json *j);     /* "string", "integer", … */
-const hx_json *hx_json_get(const hx_json *obj, const char *key);    /* NULL: absent */
-bool           hx_json_has(const hx_json *obj, const char *key);    /* also when null */
-size_t         hx_json_len(const hx_json *j);           /* members, elements */
+hx_json_type hx_json_kind(const hx_json *j);
+const char *hx_json_kind_name(const hx_json *j); /* "string", "integer", … */
+const hx_json *hx_json_get(const hx_json *obj, const char *key); /* NULL: absent */
+bool hx_json_has(const hx_json *obj, const char *key);           /* also when null */
+size_t hx_json_len(const hx_json *j);                            /* members, elements */
 const hx_json *hx_json_at(const hx_json *arr, size_t i);
 /* Member i of an object in document order. */
 const hx_json *hx_json_member(const hx_json *obj, size_t i, hx_str *key);
-hx_str         hx_json_str(const hx_json *j);           /* {NULL,0} unless a string */
-int64_t        hx_json_int(const hx_json *j, int64_t dflt);    /* ints, and doubles that are whole */
-double         hx_json_num(const hx_json *j, double dflt);
-bool           hx_json_bool(const hx_json *j, bool dflt);
+hx_str hx_json_str(const hx_json *j); /* {NULL,0} unless a string */
+int64_t hx_json_int(const hx_json *j,
+                    int64_t dflt); /* ints, and doubles that are whole */
+double hx_json_num(const hx_json *j, double dflt);
+bool hx_json_bool(const hx_json *j, bool dflt);
 
 /* Writers. compact: no spaces, UTF-8 as it is. python: json.dumps with separators
  * ", " and ": " (insertion order, floats as repr), ensure_ascii as asked. */
 void hx_json_write(hx_sb *b, const hx_json *j);
 void hx_json_write_python(hx_sb *b, const hx_json *j, bool ensure_ascii, int indent);
-void hx_json_put_str(hx_sb *b, hx_str s);               /* a quoted, escaped string; invalid
-                                                         * UTF-8 becomes U+FFFD */
+void hx_json_put_str(hx_sb *b, hx_str s); /* a quoted, escaped string; invalid
+                                           * UTF-8 becomes U+FFFD */
 void hx_json_put_str_python(hx_sb *b, hx_str s, bool ensure_ascii);
-void hx_json_put_double(hx_sb *b, double v);            /* shortest that reads back; as repr() */
+void hx_json_put_double(hx_sb *b, double v); /* shortest that reads back; as repr() */
 
 /* ---- files ----------------------------------------------------------- */
 
-typedef struct { const uint8_t *p; size_t n; } hx_file;    /* a read-only mapping */
+typedef struct {
+    const uint8_t *p;
+    size_t n;
+} hx_file; /* a read-only mapping */
 
-int  hx_file_map(hx_file *out, const char *path, hx_err *err);     /* empty files: HX_EFORMAT */
+int hx_file_map(hx_file *out, const char *path,
+                hx_err *err); /* empty files: HX_EFORMAT */
 void hx_file_unmap(hx_file *f);
 /* The whole file as bytes, at most max. *out->p is freed with hx_free(). */
-int  hx_file_read(const char *path, size_t max, char **out, size_t *n, hx_err *err);
+int hx_file_read(const char *path, size_t max, char **out, size_t *n, hx_err *err);
 bool hx_file_exists(const char *path);
 
 /* ---- log, clock ------------------------------------------------------ */
@@ -153,8 +164,8 @@ void hx_log(int level, const char *fmt, ...) HX_PRINTF(2, 3);
 
 /* Counter-based: the same (seed, counter) gives the same 64 bits anywhere. */
 uint64_t hx_rng_at(uint64_t seed, uint64_t counter);
-double   hx_rng_unit(uint64_t seed, uint64_t counter);     /* [0, 1) */
-double   hx_rng_normal(uint64_t seed, uint64_t counter);   /* mean 0, deviation 1 */
+double hx_rng_unit(uint64_t seed, uint64_t counter);   /* [0, 1) */
+double hx_rng_normal(uint64_t seed, uint64_t counter); /* mean 0, deviation 1 */
 
 /* ---- this machine ---------------------------------------------------- */
 
@@ -173,9 +184,9 @@ typedef void hx_pool_fn(void *ud, int64_t begin, int64_t end, int worker);
 
 /* n_threads threads in all, the caller's among them (1: no thread is made).
  * cpus: NULL, or a list like "0-3,8" to pin them to. */
-int  hx_pool_open(hx_pool **out, int n_threads, const char *cpus, hx_err *err);
+int hx_pool_open(hx_pool **out, int n_threads, const char *cpus, hx_err *err);
 void hx_pool_close(hx_pool *p);
-int  hx_pool_size(const hx_pool *p);          /* 1 for NULL */
+int hx_pool_size(const hx_pool *p); /* 1 for NULL */
 /* Splits [0, n) in parts of at least grain items and waits for all. Which worker runs
  * which part varies; results must not depend on it. One caller at a time. NULL pool:
  * runs here. Workers spin shortly before they sleep. */
@@ -201,19 +212,19 @@ typedef enum {
 #define X(name, type, help) HX_C_##name,
     HX_COUNTERS(X)
 #undef X
-    HX_N_COUNTER
+        HX_N_COUNTER
 } hx_counter;
 
-void    hx_count(hx_counter c, int64_t add);
+void hx_count(hx_counter c, int64_t add);
 int64_t hx_counted(hx_counter c);
-void    hx_counters_write(hx_sb *b);          /* Prometheus text */
+void hx_counters_write(hx_sb *b); /* Prometheus text */
 
 /* ---- test hooks ------------------------------------------------------ */
 
 /* Makes the k-th (from 1) allocation or file read from now on fail, once; 0 is off.
  * Returns how many there were since the last call. Atomic, all threads. */
 int64_t hx_test_fail_at(int64_t k);
-int64_t hx_test_live_allocs(void);            /* allocations not yet freed */
+int64_t hx_test_live_allocs(void); /* allocations not yet freed */
 /* Between these, on this thread, an allocation is a panic. */
 void hx_noalloc_begin(const char *what);
 void hx_noalloc_end(void);

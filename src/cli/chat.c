@@ -1,5 +1,5 @@
-/* chat.c - the terminal chat: history, folded reasoning, Ctrl-C stops an answer. Uses hoist.h and
- * the reply parser only. */
+/* chat.c - the terminal chat: history, folded reasoning, Ctrl-C stops an answer. Uses
+ * hoist.h and the reply parser only. */
 #include <signal.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -13,15 +13,15 @@ static volatile sig_atomic_t interrupted;
 
 typedef struct {
     hx_engine *e;
-    hx_info    info;
+    hx_info info;
     const hx_cli *c;
-    hx_sb      history;          /* JSON objects of messages, comma-separated */
-    bool       person;           /* colours and the prompt sign */
-    bool       show_reasoning;
-    int        effort;           /* index of efforts[] */
+    hx_sb history; /* JSON objects of messages, comma-separated */
+    bool person;   /* colours and the prompt sign */
+    bool show_reasoning;
+    int effort; /* index of efforts[] */
     /* the answer being shown */
-    hx_sb      content, reasoning;
-    bool       in_reasoning;
+    hx_sb content, reasoning;
+    bool in_reasoning;
 } chat;
 
 static const char *const efforts[] = { "low", "high", "max" };
@@ -90,10 +90,12 @@ static int render(chat *t, int32_t **ids, int64_t *n, hx_err *err)
     hx_sb json = { 0 };
     int rc;
 
-    hx_sb_printf(&json, "{\"messages\":[%s],\"add_generation_prompt\":true,\"reasoning_effort\":\"%s\"}",
-                 t->history.p != NULL ? t->history.p : "", efforts[t->effort]);
+    hx_sb_printf(
+        &json,
+        "{\"messages\":[%s],\"add_generation_prompt\":true,\"reasoning_effort\":\"%s\"}",
+        t->history.p != NULL ? t->history.p : "", efforts[t->effort]);
     rc = json.bad ? hx_fail(err, HX_ENOMEM, "chat: no memory")
-                  : hx_render(t->e, (hx_str){ json.p, json.n }, &opt, ids, n, NULL, err);
+                  : hx_render(t->e, (hx_str) { json.p, json.n }, &opt, ids, n, NULL, err);
     hx_sb_free(&json);
     return rc;
 }
@@ -115,16 +117,23 @@ static void add_message(chat *t, const char *role, hx_str content, hx_str reason
 
 static int answer(chat *t, const int32_t *ids, int64_t n, hx_err *err)
 {
-    const hx_request r = { .tokens = ids, .n_tokens = n, .max_new = t->c->n, .progress = true,
-                           .temperature = t->c->has_temp ? (float)t->c->temp : t->info.temperature,
-                           .top_p = t->info.top_p, .top_k = t->info.top_k,
-                           .seed = t->c->has_seed ? (uint64_t)t->c->seed : (uint64_t)hx_now_us() };
+    const hx_request r = {
+        .tokens = ids,
+        .n_tokens = n,
+        .max_new = t->c->n,
+        .progress = true,
+        .temperature = t->c->has_temp ? (float)t->c->temp : t->info.temperature,
+        .top_p = t->info.top_p,
+        .top_k = t->info.top_k,
+        .seed = t->c->has_seed ? (uint64_t)t->c->seed : (uint64_t)hx_now_us()
+    };
     hx_reply *reply = NULL;
     hx_stream *s = NULL;
     hx_event ev = { 0 };
     int rc;
 
-    if ((rc = cli_reply_open(&reply, t->e, ids[n - 1], err)) != 0 || (rc = hx_submit(t->e, &r, &s, err)) != 0) {
+    if ((rc = cli_reply_open(&reply, t->e, ids[n - 1], err)) != 0 ||
+        (rc = hx_submit(t->e, &r, &s, err)) != 0) {
         hx_reply_close(reply);
         return rc;
     }
@@ -139,7 +148,9 @@ static int answer(chat *t, const int32_t *ids, int64_t n, hx_err *err)
     } while (ev.kind != HX_EV_DONE && ev.kind != HX_EV_ERROR);
     hx_reply_end(reply, on_reply, t, NULL, err);
     end_reasoning(t);
-    printf("%s\n", ev.stop == HX_STOP_CANCEL ? " (stopped)" : ev.stop == HX_STOP_LENGTH ? " (length)" : "");
+    printf("%s\n", ev.stop == HX_STOP_CANCEL   ? " (stopped)"
+                   : ev.stop == HX_STOP_LENGTH ? " (length)"
+                                               : "");
     if (ev.kind == HX_EV_ERROR) {
         *err = ev.err;
         rc = ev.err.code;
@@ -156,15 +167,15 @@ static void turn(chat *t, const char *line)
     int64_t n = 0;
     hx_err err = { 0 };
 
-    add_message(t, "user", hx_str_c(line), (hx_str){ NULL, 0 });
+    add_message(t, "user", hx_str_c(line), (hx_str) { NULL, 0 });
     if (render(t, &ids, &n, &err) != 0 || answer(t, ids, n, &err) != 0) {
         fprintf(stderr, "hoist: %s\n", err.msg);
         t->history.n = before;
         if (t->history.p != NULL)
             t->history.p[before] = '\0';
     } else {
-        add_message(t, "assistant", (hx_str){ t->content.p, t->content.n },
-                    (hx_str){ t->reasoning.p, t->reasoning.n });
+        add_message(t, "assistant", (hx_str) { t->content.p, t->content.n },
+                    (hx_str) { t->reasoning.p, t->reasoning.n });
     }
     hx_free(ids);
 }
@@ -182,7 +193,8 @@ static bool command(chat *t, const char *line)
     } else if (strcmp(line, "/think") == 0) {
         t->show_reasoning = !t->show_reasoning;
         if (t->show_reasoning && t->reasoning.n > 0)
-            printf("%s%.*s%s\n", dim(t, true), (int)t->reasoning.n, t->reasoning.p, dim(t, false));
+            printf("%s%.*s%s\n", dim(t, true), (int)t->reasoning.n, t->reasoning.p,
+                   dim(t, false));
         printf("reasoning is %s\n", t->show_reasoning ? "shown" : "folded");
     } else if (strncmp(line, "/effort ", 8) == 0) {
         for (size_t i = 0; i < HX_LEN(efforts); i++)
@@ -190,7 +202,8 @@ static bool command(chat *t, const char *line)
                 t->effort = (int)i;
         printf("reasoning effort is %s\n", efforts[t->effort]);
     } else {
-        printf("/new starts over, /think shows or folds reasoning, /effort low|high|max, /quit; "
+        printf("/new starts over, /think shows or folds reasoning, /effort low|high|max, "
+               "/quit; "
                "Ctrl-C stops an answer\n");
     }
     return true;
@@ -209,7 +222,7 @@ static void loop(chat *t)
         }
         interrupted = 0;
         n = getline(&line, &cap, stdin);
-        if (n < 0 && interrupted && t->person) {      /* Ctrl-C at the prompt */
+        if (n < 0 && interrupted && t->person) { /* Ctrl-C at the prompt */
             clearerr(stdin);
             printf("\n(Ctrl-D or /quit leaves)\n");
             continue;
@@ -237,7 +250,8 @@ static void loop(chat *t)
 int cmd_chat(const hx_cli *c)
 {
     struct sigaction act = { .sa_handler = on_int };
-    chat t = { .c = c, .effort = 2 /* max, the template's own default */,
+    chat t = { .c = c,
+               .effort = 2 /* max, the template's own default */,
                .person = isatty(0) == 1 && isatty(1) == 1 };
     hx_cli one = *c;
     int rc;
@@ -249,7 +263,7 @@ int cmd_chat(const hx_cli *c)
     if (t.person)
         printf("%s, context %lld tokens. /help lists commands.\n", t.info.name,
                (long long)t.info.ctx_tokens);
-    sigaction(SIGINT, &act, NULL);       /* no SA_RESTART: reading a line gives up */
+    sigaction(SIGINT, &act, NULL); /* no SA_RESTART: reading a line gives up */
     loop(&t);
     hx_sb_free(&t.history);
     hx_sb_free(&t.content);

@@ -1,6 +1,6 @@
-/* main.c - the command line: one table of commands and one of options, from which help, man
- * page and parsing follow; opening an engine with its progress. Commands live in run.c, chat.c
- * and tools.c. The only place that prints or sets the exit status. */
+/* main.c - the command line: one table of commands and one of options, from which help,
+ * man page and parsing follow; opening an engine with its progress. Commands live in
+ * run.c, chat.c and tools.c. The only place that prints or sets the exit status. */
 #include <errno.h>
 #include <inttypes.h>
 #include <math.h>
@@ -12,24 +12,33 @@
 
 /* ---- tables ----------------------------------------------------------- */
 
-enum { SERVE = 1, RUN = 2, CHAT = 4, LOGITS = 8, INSPECT = 16, BENCH = 32,
-       ENGINE = SERVE | RUN | CHAT | LOGITS | BENCH };
+enum {
+    SERVE = 1,
+    RUN = 2,
+    CHAT = 4,
+    LOGITS = 8,
+    INSPECT = 16,
+    BENCH = 32,
+    ENGINE = SERVE | RUN | CHAT | LOGITS | BENCH
+};
 
 typedef struct {
     const char *name, *args, *help;
-    int         bit;
-    int       (*run)(const hx_cli *c);
+    int bit;
+    int (*run)(const hx_cli *c);
 } command;
 
 static const command commands[] = {
-    { "serve", "[MODEL]", "serve MODEL over HTTP (default: the bundled demo model)", SERVE, cmd_serve },
+    { "serve", "[MODEL]", "serve MODEL over HTTP (default: the bundled demo model)",
+      SERVE, cmd_serve },
     { "chat", "[MODEL]", "talk to MODEL in the terminal", CHAT, cmd_chat },
-    { "run", "MODEL -p TEXT", "one answer on standard output, figures on standard error", RUN, cmd_run },
-    { "logits", "MODEL --ids FILE --out FILE", "write float32 logits of a list of token ids", LOGITS,
-      cmd_logits },
+    { "run", "MODEL -p TEXT", "one answer on standard output, figures on standard error",
+      RUN, cmd_run },
+    { "logits", "MODEL --ids FILE --out FILE",
+      "write float32 logits of a list of token ids", LOGITS, cmd_logits },
     { "inspect", "MODEL", "what a checkpoint holds", INSPECT, cmd_inspect },
-    { "bench", "[ops|decode|prefill] [MODEL]", "measured speed beside this machine's ceilings", BENCH,
-      cmd_bench },
+    { "bench", "[ops|decode|prefill] [MODEL]",
+      "measured speed beside this machine's ceilings", BENCH, cmd_bench },
 };
 
 typedef enum { OPT_STR, OPT_INT, OPT_SIZE, OPT_NUM, OPT_FLAG } option_kind;
@@ -37,48 +46,64 @@ typedef enum { OPT_STR, OPT_INT, OPT_SIZE, OPT_NUM, OPT_FLAG } option_kind;
 typedef struct {
     const char *name, *arg, *help;
     option_kind kind;
-    size_t      offset;          /* in hx_cli */
-    size_t      given;           /* bool set when the option is there; 0: none */
-    int         where;
-    int64_t     min, max;
+    size_t offset; /* in hx_cli */
+    size_t given;  /* bool set when the option is there; 0: none */
+    int where;
+    int64_t min, max;
 } option;
 
 #define AT(m) offsetof(hx_cli, m)
 static const option options[] = {
-    { "--host", "ADDR", "address to listen on (127.0.0.1)", OPT_STR, AT(host), 0, SERVE, 0, 0 },
-    { "--port", "N", "port to listen on (30000); 0 picks a free one", OPT_INT, AT(port), 0, SERVE, 0, 65535 },
-    { "--api-key", "KEY", "ask clients for this key", OPT_STR, AT(api_key), 0, SERVE, 0, 0 },
-    { "--served-name", "NAME", "the model's name in the API (its folder's)", OPT_STR, AT(served_name), 0,
+    { "--host", "ADDR", "address to listen on (127.0.0.1)", OPT_STR, AT(host), 0, SERVE,
+      0, 0 },
+    { "--port", "N", "port to listen on (30000); 0 picks a free one", OPT_INT, AT(port),
+      0, SERVE, 0, 65535 },
+    { "--api-key", "KEY", "ask clients for this key", OPT_STR, AT(api_key), 0, SERVE, 0,
+      0 },
+    { "--served-name", "NAME", "the model's name in the API (its folder's)", OPT_STR,
+      AT(served_name), 0, SERVE, 0, 0 },
+    { "--cors", "ORIGIN", "allowed browser origin, or off (*)", OPT_STR, AT(cors), 0,
       SERVE, 0, 0 },
-    { "--cors", "ORIGIN", "allowed browser origin, or off (*)", OPT_STR, AT(cors), 0, SERVE, 0, 0 },
-    { "--official-tokens", NULL, "special tokens spelled in messages become tokens, as the official code does",
+    { "--official-tokens", NULL,
+      "special tokens spelled in messages become tokens, as the official code does",
       OPT_FLAG, AT(official), 0, SERVE | CHAT | RUN, 0, 0 },
-    { "--ctx", "N", "longest sequence in tokens (the model's, within the memory)", OPT_INT, AT(ctx), 0,
-      ENGINE, 1, INT32_MAX },
-    { "--streams", "N", "sequences decoded together (8)", OPT_INT, AT(streams), 0, SERVE | BENCH, 1, 64 },
-    { "--queue", "N", "requests that may wait (256)", OPT_INT, AT(queue), 0, SERVE, 1, 1 << 20 },
-    { "--cache", "SIZE", "sequence memory (what the streams need, at most a quarter of the memory)",
+    { "--ctx", "N", "longest sequence in tokens (the model's, within the memory)",
+      OPT_INT, AT(ctx), 0, ENGINE, 1, INT32_MAX },
+    { "--streams", "N", "sequences decoded together (8)", OPT_INT, AT(streams), 0,
+      SERVE | BENCH, 1, 64 },
+    { "--queue", "N", "requests that may wait (256)", OPT_INT, AT(queue), 0, SERVE, 1,
+      1 << 20 },
+    { "--cache", "SIZE",
+      "sequence memory (what the streams need, at most a quarter of the memory)",
       OPT_SIZE, AT(cache), 0, ENGINE, 0, 0 },
-    { "--kv", "bf16|f32", "how attention memory is kept (bf16)", OPT_STR, AT(kv), 0, ENGINE, 0, 0 },
-    { "--threads", "N", "compute threads (one per CPU this process may use)", OPT_INT, AT(threads), 0,
-      ENGINE, 1, 1024 },
-    { "--cpus", "LIST", "CPUs to pin them to, like 0-7,16", OPT_STR, AT(cpus), 0, ENGINE, 0, 0 },
-    { "--isa", "NAME", "avx512, avx2 or scalar (the best this CPU has)", OPT_STR, AT(isa), 0, ENGINE, 0, 0 },
-    { "--device", "NAME", "cpu, or ref: the double-precision reference, slow (cpu)", OPT_STR, AT(device),
+    { "--kv", "bf16|f32", "how attention memory is kept (bf16)", OPT_STR, AT(kv), 0,
+      ENGINE, 0, 0 },
+    { "--threads", "N", "compute threads (one per CPU this process may use)", OPT_INT,
+      AT(threads), 0, ENGINE, 1, 1024 },
+    { "--cpus", "LIST", "CPUs to pin them to, like 0-7,16", OPT_STR, AT(cpus), 0, ENGINE,
+      0, 0 },
+    { "--isa", "NAME", "avx512, avx2 or scalar (the best this CPU has)", OPT_STR, AT(isa),
       0, ENGINE, 0, 0 },
+    { "--device", "NAME", "cpu, or ref: the double-precision reference, slow (cpu)",
+      OPT_STR, AT(device), 0, ENGINE, 0, 0 },
     { "-p", "TEXT", "the prompt", OPT_STR, AT(prompt), 0, RUN, 0, 0 },
-    { "-n", "N", "most tokens to generate", OPT_INT, AT(n), 0, RUN | CHAT | BENCH, 1, INT32_MAX },
-    { "--temp", "T", "temperature; 0 is greedy (the model's)", OPT_NUM, AT(temp), AT(has_temp),
-      RUN | CHAT, 0, 100 },
-    { "--seed", "S", "seed of the draws (random)", OPT_INT, AT(seed), AT(has_seed), RUN | CHAT | BENCH, 0,
-      INT64_MAX },
-    { "--raw", NULL, "the prompt as it is, without the chat template", OPT_FLAG, AT(raw), 0, RUN, 0, 0 },
+    { "-n", "N", "most tokens to generate", OPT_INT, AT(n), 0, RUN | CHAT | BENCH, 1,
+      INT32_MAX },
+    { "--temp", "T", "temperature; 0 is greedy (the model's)", OPT_NUM, AT(temp),
+      AT(has_temp), RUN | CHAT, 0, 100 },
+    { "--seed", "S", "seed of the draws (random)", OPT_INT, AT(seed), AT(has_seed),
+      RUN | CHAT | BENCH, 0, INT64_MAX },
+    { "--raw", NULL, "the prompt as it is, without the chat template", OPT_FLAG, AT(raw),
+      0, RUN, 0, 0 },
     { "--ids", "FILE", "JSON list of token ids", OPT_STR, AT(ids), 0, LOGITS, 0, 0 },
     { "--out", "FILE", "where the result goes", OPT_STR, AT(out), 0, LOGITS, 0, 0 },
-    { "--positions", "all|last:N", "which rows (all)", OPT_STR, AT(positions), 0, LOGITS, 0, 0 },
-    { "--json", "FILE", "write the figures there too", OPT_STR, AT(json), 0, BENCH, 0, 0 },
+    { "--positions", "all|last:N", "which rows (all)", OPT_STR, AT(positions), 0, LOGITS,
+      0, 0 },
+    { "--json", "FILE", "write the figures there too", OPT_STR, AT(json), 0, BENCH, 0,
+      0 },
     { "--tensors", NULL, "list every tensor", OPT_FLAG, AT(tensors), 0, INSPECT, 0, 0 },
-    { "--verify", NULL, "read every byte and check every rule", OPT_FLAG, AT(verify), 0, INSPECT, 0, 0 },
+    { "--verify", NULL, "read every byte and check every rule", OPT_FLAG, AT(verify), 0,
+      INSPECT, 0, 0 },
     { "--help", NULL, "this text", OPT_FLAG, AT(help), 0, ~0, 0, 0 },
 };
 
@@ -92,18 +117,26 @@ static void print_options(FILE *f, int where)
 
         if ((o->where & where) == 0)
             continue;
-        snprintf(left, sizeof left, "%s%s%s", o->name, o->arg ? " " : "", o->arg ? o->arg : "");
+        snprintf(left, sizeof left, "%s%s%s", o->name, o->arg ? " " : "",
+                 o->arg ? o->arg : "");
         fprintf(f, "  %-22s %s\n", left, o->help);
     }
 }
 
 static void print_usage(FILE *f)
 {
-    fprintf(f, "hoist %s - runs mixture-of-experts models far larger than the GPU\n\nusage:\n", HX_VERSION);
+    fprintf(
+        f,
+        "hoist %s - runs mixture-of-experts models far larger than the GPU\n\nusage:\n",
+        HX_VERSION);
     for (size_t i = 0; i < HX_LEN(commands); i++)
-        fprintf(f, "  hoist %-8s %-28s %s\n", commands[i].name, commands[i].args, commands[i].help);
-    fprintf(f, "\nhoist COMMAND --help lists a command's options. SIZE is like 24GiB or 900MB.\n"
-               "MODEL is a folder with config.json and safetensors, or synthetic:glm-5.3-flash[,layers=N].\n");
+        fprintf(f, "  hoist %-8s %-28s %s\n", commands[i].name, commands[i].args,
+                commands[i].help);
+    fprintf(
+        f,
+        "\nhoist COMMAND --help lists a command's options. SIZE is like 24GiB or 900MB.\n"
+        "MODEL is a folder with config.json and safetensors, or "
+        "synthetic:glm-5.3-flash[,layers=N].\n");
 }
 
 static void print_help(const command *c)
@@ -114,8 +147,10 @@ static void print_help(const command *c)
 
 static void print_man(void)
 {
-    printf(".TH HOIST 1 \"\" \"hoist %s\"\n.SH NAME\nhoist \\- run and serve mixture-of-experts models\n"
-           ".SH SYNOPSIS\n", HX_VERSION);
+    printf(".TH HOIST 1 \"\" \"hoist %s\"\n.SH NAME\nhoist \\- run and serve "
+           "mixture-of-experts models\n"
+           ".SH SYNOPSIS\n",
+           HX_VERSION);
     for (size_t i = 0; i < HX_LEN(commands); i++)
         printf(".B hoist %s\n%s [options]\n.br\n", commands[i].name, commands[i].args);
     printf(".SH COMMANDS\n");
@@ -123,14 +158,15 @@ static void print_man(void)
         printf(".TP\n.B %s\n%s.\n", commands[i].name, commands[i].help);
     printf(".SH OPTIONS\n");
     for (size_t i = 0; i < HX_LEN(options); i++) {
-        printf(".TP\n.B \\%s %s\n%s. Commands:", options[i].name, options[i].arg ? options[i].arg : "",
-               options[i].help);
+        printf(".TP\n.B \\%s %s\n%s. Commands:", options[i].name,
+               options[i].arg ? options[i].arg : "", options[i].help);
         for (size_t j = 0; j < HX_LEN(commands); j++)
             if (options[i].where & commands[j].bit)
                 printf(" %s", commands[j].name);
         printf(".\n");
     }
-    printf(".SH EXIT STATUS\n0 on success, 1 on an error (one sentence on standard error), 2 for wrong usage.\n");
+    printf(".SH EXIT STATUS\n0 on success, 1 on an error (one sentence on standard "
+           "error), 2 for wrong usage.\n");
 }
 
 /* ---- parsing ---------------------------------------------------------- */
@@ -150,8 +186,9 @@ static int set_int(const option *o, const char *value, int64_t *out, hx_err *err
     errno = 0;
     *out = strtoll(value, &end, 10);
     if (*value == '\0' || *end != '\0' || errno != 0 || *out < o->min || *out > o->max)
-        return hx_fail(err, HX_EARG, "%s: \"%.60s\", expected an integer in %" PRId64 "..%" PRId64, o->name,
-                       value, o->min, o->max);
+        return hx_fail(err, HX_EARG,
+                       "%s: \"%.60s\", expected an integer in %" PRId64 "..%" PRId64,
+                       o->name, value, o->min, o->max);
     return 0;
 }
 
@@ -160,9 +197,11 @@ static int set_num(const option *o, const char *value, double *out, hx_err *err)
     char *end;
 
     *out = strtod(value, &end);
-    if (*value == '\0' || *end != '\0' || !(*out >= (double)o->min && *out <= (double)o->max))
-        return hx_fail(err, HX_EARG, "%s: \"%.60s\", expected a number in %" PRId64 "..%" PRId64, o->name,
-                       value, o->min, o->max);
+    if (*value == '\0' || *end != '\0' ||
+        !(*out >= (double)o->min && *out <= (double)o->max))
+        return hx_fail(err, HX_EARG,
+                       "%s: \"%.60s\", expected a number in %" PRId64 "..%" PRId64,
+                       o->name, value, o->min, o->max);
     return 0;
 }
 
@@ -216,9 +255,10 @@ static int parse(hx_cli *c, const command *cmd, int argc, char **argv, hx_err *e
                 return rc;
             continue;
         }
-        if ((o = find_option(strcmp(argv[i], "-h") == 0 ? "--help" : argv[i], cmd->bit)) == NULL)
-            return hx_fail(err, HX_EARG, "%s has no option %.60s; see hoist %s --help", cmd->name, argv[i],
-                           cmd->name);
+        if ((o = find_option(strcmp(argv[i], "-h") == 0 ? "--help" : argv[i],
+                             cmd->bit)) == NULL)
+            return hx_fail(err, HX_EARG, "%s has no option %.60s; see hoist %s --help",
+                           cmd->name, argv[i], cmd->name);
         if (o->kind != OPT_FLAG && i + 1 == argc)
             return hx_fail(err, HX_EARG, "%s needs a value (%s)", o->name, o->arg);
         if ((rc = set_option(c, o, o->kind == OPT_FLAG ? NULL : argv[++i], err)) != 0)
@@ -264,7 +304,8 @@ int cli_reply_open(hx_reply **out, hx_engine *e, int32_t last, hx_err *err)
     return hx_reply_open(out, &opt, err);
 }
 
-int cli_reply_feed(hx_reply *r, const hx_event *ev, hx_reply_sink *sink, void *ud, hx_err *err)
+int cli_reply_feed(hx_reply *r, const hx_event *ev, hx_reply_sink *sink, void *ud,
+                   hx_err *err)
 {
     int32_t from = 0;
 
@@ -289,7 +330,8 @@ static void on_log(void *ud, int level, const char *line)
 /* The folder of the demo model: beside the program's build folder, or installed. */
 static const char *demo_model(char *path, size_t cap)
 {
-    static const char *const places[] = { "/../models/demo-exl3", "/../../models/demo-exl3",
+    static const char *const places[] = { "/../models/demo-exl3",
+                                          "/../../models/demo-exl3",
                                           "/../share/hoist/demo-exl3" };
     char exe[2048];
     const ssize_t n = readlink("/proc/self/exe", exe, sizeof exe - 1);
@@ -308,36 +350,52 @@ static const char *demo_model(char *path, size_t cap)
     return "models/demo-exl3";
 }
 
-typedef struct { int64_t start_us, last_us; bool person; hx_load_fn *also; void *ud; } load_view;
+typedef struct {
+    int64_t start_us, last_us;
+    bool person;
+    hx_load_fn *also;
+    void *ud;
+} load_view;
 
 /* A bar when a person watches, else silence: loading ends with one line anyway. */
 static void on_load(void *ud, uint64_t done, uint64_t total)
 {
     load_view *v = ud;
     const int64_t now = hx_now_us();
-    const int width = 30, full = total != 0 ? (int)((double)done / (double)total * width) : width;
+    const int width = 30,
+              full = total != 0 ? (int)((double)done / (double)total * width) : width;
     char a[32], b[32];
 
     if (v->also != NULL)
         v->also(v->ud, done, total);
-    if (!v->person || now - v->start_us < 300000 || (now - v->last_us < 100000 && done < total))
+    if (!v->person || now - v->start_us < 300000 ||
+        (now - v->last_us < 100000 && done < total))
         return;
     v->last_us = now;
     cli_bytes(a, done);
     cli_bytes(b, total);
-    fprintf(stderr, "\rloading [%.*s%*s] %s of %s ", full, "##############################", width - full,
-            "", a, b);
+    fprintf(stderr, "\rloading [%.*s%*s] %s of %s ", full,
+            "##############################", width - full, "", a, b);
     if (done == total)
         fprintf(stderr, "\r%70s\r", "");
 }
 
 int cli_open_engine(hx_engine **out, const hx_cli *c, hx_load_fn *also, void *ud)
 {
-    load_view view = { .start_us = hx_now_us(), .person = isatty(2) == 1, .also = also, .ud = ud };
-    hx_options opt = { .model_dir = c->model, .device = c->device, .cpu_isa = c->isa, .cpus = c->cpus,
-                       .n_threads = (int32_t)c->threads, .ctx_tokens = c->ctx,
-                       .max_streams = (int32_t)c->streams, .max_queue = c->queue,
-                       .cache_bytes = c->cache, .on_load = on_load, .on_load_ud = &view };
+    load_view view = {
+        .start_us = hx_now_us(), .person = isatty(2) == 1, .also = also, .ud = ud
+    };
+    hx_options opt = { .model_dir = c->model,
+                       .device = c->device,
+                       .cpu_isa = c->isa,
+                       .cpus = c->cpus,
+                       .n_threads = (int32_t)c->threads,
+                       .ctx_tokens = c->ctx,
+                       .max_streams = (int32_t)c->streams,
+                       .max_queue = c->queue,
+                       .cache_bytes = c->cache,
+                       .on_load = on_load,
+                       .on_load_ud = &view };
     hx_err err = { 0 };
 
     if (c->kv != NULL && strcmp(c->kv, "f32") == 0)
@@ -390,7 +448,8 @@ int main(int argc, char **argv)
     if (c.model == NULL && (cmd->bit & (SERVE | CHAT | BENCH)) != 0)
         c.model = demo_model(demo, sizeof demo);
     if (c.model == NULL) {
-        fprintf(stderr, "hoist: %s needs a MODEL; see hoist %s --help\n", cmd->name, cmd->name);
+        fprintf(stderr, "hoist: %s needs a MODEL; see hoist %s --help\n", cmd->name,
+                cmd->name);
         return 2;
     }
     return cmd->run(&c);

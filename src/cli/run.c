@@ -1,5 +1,5 @@
-/* run.c - the commands that run a model once or serve it: serve, run, logits. Uses hoist.h and
- * serve.h only, as any other program would. */
+/* run.c - the commands that run a model once or serve it: serve, run, logits. Uses
+ * hoist.h and serve.h only, as any other program would. */
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
@@ -13,9 +13,9 @@
 
 typedef struct {
     const hx_cli *c;
-    hx_server    *server;
-    hx_engine    *engine;
-    int           rc;
+    hx_server *server;
+    hx_engine *engine;
+    int rc;
 } loader;
 
 static void on_load(void *server, uint64_t done, uint64_t total)
@@ -37,9 +37,10 @@ static void *load(void *ud)
     hx_get_info(l->engine, &info);
     hx_server_set_engine(l->server, l->engine);
     printf("loaded in %.2f s: %s, context %lld, %d streams, %s\n",
-           (double)(hx_now_us() - start) / 1e6, info.name, (long long)info.ctx_tokens, info.max_streams,
-           info.device);
-    printf("serving on http://%s:%d\n", l->c->host ? l->c->host : "127.0.0.1", hx_server_port(l->server));
+           (double)(hx_now_us() - start) / 1e6, info.name, (long long)info.ctx_tokens,
+           info.max_streams, info.device);
+    printf("serving on http://%s:%d\n", l->c->host ? l->c->host : "127.0.0.1",
+           hx_server_port(l->server));
     fflush(stdout);
     return NULL;
 }
@@ -60,8 +61,11 @@ static void *wait_signal(void *ud)
 
 int cmd_serve(const hx_cli *c)
 {
-    const hx_server_opt opt = { .host = c->host, .port = (int32_t)c->port, .api_key = c->api_key,
-                                .served_name = c->served_name, .cors = c->cors,
+    const hx_server_opt opt = { .host = c->host,
+                                .port = (int32_t)c->port,
+                                .api_key = c->api_key,
+                                .served_name = c->served_name,
+                                .cors = c->cors,
                                 .official_tokens = c->official };
     loader l = { .c = c };
     pthread_t load_thread, signal_thread;
@@ -103,7 +107,8 @@ static int prompt_ids(hx_engine *e, const hx_cli *c, int32_t **ids, int64_t *n)
     if (c->raw) {
         *n = hx_tokenize(e, text, true, NULL, 0);
         if (*n < 0) {
-            hx_fail(&err, (int)*n, "prompt: cannot be tokenized (%s)", hx_strerror((int)*n));
+            hx_fail(&err, (int)*n, "prompt: cannot be tokenized (%s)",
+                    hx_strerror((int)*n));
             return cli_fail(&err);
         }
         if ((*ids = hx_new(int32_t, HX_MAX(*n, 1))) == NULL) {
@@ -117,7 +122,7 @@ static int prompt_ids(hx_engine *e, const hx_cli *c, int32_t **ids, int64_t *n)
     hx_json_put_str(&json, text);
     hx_sb_str(&json, "}],\"add_generation_prompt\":true}");
     rc = json.bad ? hx_fail(&err, HX_ENOMEM, "prompt: no memory")
-                  : hx_render(e, (hx_str){ json.p, json.n }, &opt, ids, n, NULL, &err);
+                  : hx_render(e, (hx_str) { json.p, json.n }, &opt, ids, n, NULL, &err);
     hx_sb_free(&json);
     return rc != 0 ? cli_fail(&err) : 0;
 }
@@ -133,7 +138,8 @@ static void print_raw(const hx_engine *e, const hx_event *ev, hx_utf8_stream *ut
 
         hx_token_bytes(e, ev->tokens[i], &special);
         if (!special)
-            hx_utf8_feed(utf8, (hx_str){ ev->bytes.p + from, (size_t)(ev->end[i] - from) }, &out);
+            hx_utf8_feed(
+                utf8, (hx_str) { ev->bytes.p + from, (size_t)(ev->end[i] - from) }, &out);
         from = ev->end[i];
     }
     fwrite(out.p != NULL ? out.p : "", 1, out.n, stdout);
@@ -141,8 +147,8 @@ static void print_raw(const hx_engine *e, const hx_event *ev, hx_utf8_stream *ut
     hx_sb_free(&out);
 }
 
-/* A chat answer: content on standard output, reasoning on standard error, calls as text. ud: was
- * the last piece reasoning? */
+/* A chat answer: content on standard output, reasoning on standard error, calls as text.
+ * ud: was the last piece reasoning? */
 static void print_reply(void *ud, const hx_reply_event *ev)
 {
     FILE *f = ev->kind == HX_REPLY_REASONING ? stderr : stdout;
@@ -154,27 +160,31 @@ static void print_reply(void *ud, const hx_reply_event *ev)
     if (ev->kind == HX_REPLY_CALL_END)
         fputs(")\n", f);
     else
-        fprintf(f, "%.*s%s", (int)ev->text.n, ev->text.p, ev->kind == HX_REPLY_CALL ? "(" : "");
+        fprintf(f, "%.*s%s", (int)ev->text.n, ev->text.p,
+                ev->kind == HX_REPLY_CALL ? "(" : "");
     fflush(f);
 }
 
 static void print_figures(const hx_event *ev)
 {
-    static const char *const why[] = { "", "end token", "stop text", "length", "cancelled" };
+    static const char *const why[] = { "", "end token", "stop text", "length",
+                                       "cancelled" };
     const double read_s = (double)(ev->times.first_us - ev->times.started_us) / 1e6;
     const double made_s = (double)(ev->times.done_us - ev->times.first_us) / 1e6;
 
-    fprintf(stderr, "prompt %lld tokens in %.3f s (%.0f tok/s), answer %lld tokens in %.3f s (%.1f tok/s), %s\n",
+    fprintf(stderr,
+            "prompt %lld tokens in %.3f s (%.0f tok/s), answer %lld tokens in %.3f s "
+            "(%.1f tok/s), %s\n",
             (long long)ev->prompt, read_s, (double)ev->prompt / HX_MAX(read_s, 1e-6),
-            (long long)ev->generated, made_s, (double)(ev->generated - 1) / HX_MAX(made_s, 1e-6),
-            why[ev->stop]);
+            (long long)ev->generated, made_s,
+            (double)(ev->generated - 1) / HX_MAX(made_s, 1e-6), why[ev->stop]);
 }
 
 static void show_progress(const hx_event *ev)
 {
     if (isatty(2) == 1 && ev->prompt > 2048 && ev->prefilled < ev->prompt)
-        fprintf(stderr, "\rreading prompt: %lld of %lld tokens ", (long long)ev->prefilled,
-                (long long)ev->prompt);
+        fprintf(stderr, "\rreading prompt: %lld of %lld tokens ",
+                (long long)ev->prefilled, (long long)ev->prompt);
     else if (isatty(2) == 1 && ev->prompt > 2048)
         fprintf(stderr, "\r%60s\r", "");
 }
@@ -190,10 +200,15 @@ static int generate(hx_engine *e, const hx_cli *c, const int32_t *ids, int64_t n
     hx_err err = { 0 };
 
     hx_get_info(e, &info);
-    const hx_request r = { .tokens = ids, .n_tokens = n, .max_new = c->n,
+    const hx_request r = { .tokens = ids,
+                           .n_tokens = n,
+                           .max_new = c->n,
                            .temperature = c->has_temp ? (float)c->temp : info.temperature,
-                           .top_p = info.top_p, .top_k = info.top_k, .progress = true,
-                           .seed = c->has_seed ? (uint64_t)c->seed : (uint64_t)hx_now_us() };
+                           .top_p = info.top_p,
+                           .top_k = info.top_k,
+                           .progress = true,
+                           .seed =
+                               c->has_seed ? (uint64_t)c->seed : (uint64_t)hx_now_us() };
 
     if (!c->raw && cli_reply_open(&reply, e, ids[n - 1], &err) != 0)
         return cli_fail(&err);
@@ -257,20 +272,22 @@ static int read_ids(const char *path, int32_t **ids, int64_t *n, hx_err *err)
 
     if ((rc = hx_file_read(path, 64u << 20, &text, &bytes, err)) != 0)
         return rc;
-    rc = hx_json_parse(&j, (hx_str){ text, bytes }, 0, err);
+    rc = hx_json_parse(&j, (hx_str) { text, bytes }, 0, err);
     hx_free(text);
     if (rc == 0 && (hx_json_kind(j) != HX_JSON_ARRAY || hx_json_len(j) == 0))
         rc = hx_fail(err, HX_EFORMAT, "%s: expected a list of token ids", path);
     if (rc == 0) {
         *n = (int64_t)hx_json_len(j);
         if ((*ids = hx_new(int32_t, *n)) == NULL)
-            rc = hx_fail(err, HX_ENOMEM, "%s: no memory for %lld ids", path, (long long)*n);
+            rc = hx_fail(err, HX_ENOMEM, "%s: no memory for %lld ids", path,
+                         (long long)*n);
     }
     for (int64_t i = 0; rc == 0 && i < *n; i++) {
         const int64_t id = hx_json_int(hx_json_at(j, (size_t)i), -1);
 
         if (id < 0 || id > INT32_MAX)
-            rc = hx_fail(err, HX_EFORMAT, "%s: element %lld is no token id", path, (long long)i);
+            rc = hx_fail(err, HX_EFORMAT, "%s: element %lld is no token id", path,
+                         (long long)i);
         else
             (*ids)[i] = (int32_t)id;
     }
@@ -287,7 +304,8 @@ static int first_position(const char *positions, int64_t n, int64_t *from, hx_er
     if (positions == NULL || strcmp(positions, "all") == 0)
         return 0;
     if (sscanf(positions, "last:%lld%c", &last, &end) != 1 || last < 1)
-        return hx_fail(err, HX_EARG, "--positions: \"%.40s\", expected all or last:N", positions);
+        return hx_fail(err, HX_EARG, "--positions: \"%.40s\", expected all or last:N",
+                       positions);
     *from = HX_MAX(0, n - last);
     return 0;
 }
@@ -331,13 +349,16 @@ int cmd_logits(const hx_cli *c)
     hx_get_info(e, &info);
     const size_t count = (size_t)(n - from) * (size_t)info.n_vocab;
     if ((logits = hx_new(float, count)) == NULL)
-        rc = hx_fail(&err, HX_ENOMEM, "logits: no memory for %lld rows of %d", (long long)(n - from),
-                     info.n_vocab);
-    const hx_score_args a = { .tokens = ids, .n_tokens = n, .from = from, .logits = logits };
+        rc = hx_fail(&err, HX_ENOMEM, "logits: no memory for %lld rows of %d",
+                     (long long)(n - from), info.n_vocab);
+    const hx_score_args a = {
+        .tokens = ids, .n_tokens = n, .from = from, .logits = logits
+    };
     if (rc == 0 && (rc = hx_score(e, &a, &err)) == 0)
         rc = write_floats(c->out, logits, count, &err);
     if (rc == 0)
-        fprintf(stderr, "wrote %lld rows of %d logits to %s\n", (long long)(n - from), info.n_vocab, c->out);
+        fprintf(stderr, "wrote %lld rows of %d logits to %s\n", (long long)(n - from),
+                info.n_vocab, c->out);
     hx_free(logits);
     hx_free(ids);
     hx_close(e);

@@ -9,16 +9,27 @@
 
 /* ---- inspect ------------------------------------------------------------ */
 
-typedef struct { const char *name; uint64_t n_param, bytes, tensors; } component;
+typedef struct {
+    const char *name;
+    uint64_t n_param, bytes, tensors;
+} component;
 
 /* Which component a tensor belongs to, by its name. */
 static const char *component_of(const char *name)
 {
-    static const struct { const char *part, *component; } rules[] = {
-        { ".visual.", "vision tower" }, { "mlp.experts.", "routed experts" },
-        { "shared_experts.", "shared experts" }, { ".mlp.gate.", "routers" }, { ".mlp.", "dense MLPs" },
-        { ".indexer.", "indexers" }, { ".self_attn.", "attention" }, { ".hc_", "hyper-connections" },
-        { "embed_tokens", "embedding" }, { "lm_head", "output matrix" },
+    static const struct {
+        const char *part, *component;
+    } rules[] = {
+        { ".visual.", "vision tower" },
+        { "mlp.experts.", "routed experts" },
+        { "shared_experts.", "shared experts" },
+        { ".mlp.gate.", "routers" },
+        { ".mlp.", "dense MLPs" },
+        { ".indexer.", "indexers" },
+        { ".self_attn.", "attention" },
+        { ".hc_", "hyper-connections" },
+        { "embed_tokens", "embedding" },
+        { "lm_head", "output matrix" },
     };
 
     for (size_t i = 0; i < HX_LEN(rules); i++)
@@ -59,7 +70,8 @@ static void print_components(const hx_weights *w)
         char bytes[32];
 
         cli_bytes(bytes, c[i].bytes);
-        printf("  %-20s %8llu tensors %12s\n", c[i].name, (unsigned long long)c[i].tensors, bytes);
+        printf("  %-20s %8llu tensors %12s\n", c[i].name,
+               (unsigned long long)c[i].tensors, bytes);
     }
 }
 
@@ -78,9 +90,11 @@ static void print_formats(const hx_model *m)
     count_mat(count, &m->head);
     for (int64_t l = 0; l < m->desc.n_layer; l++) {
         const hx_layer *w = &m->layer[l];
-        const hx_mat *all[] = { &w->kda.qkv[0], &w->kda.qkv[1], &w->kda.qkv[2], &w->kda.o, &w->mla.q_a,
-                                &w->mla.q_b, &w->mla.kv_a, &w->mla.kv_b, &w->mla.o, &w->mla.index_q,
-                                &w->dense.gate, &w->dense.up, &w->dense.down };
+        const hx_mat *all[] = { &w->kda.qkv[0],  &w->kda.qkv[1], &w->kda.qkv[2],
+                                &w->kda.o,       &w->mla.q_a,    &w->mla.q_b,
+                                &w->mla.kv_a,    &w->mla.kv_b,   &w->mla.o,
+                                &w->mla.index_q, &w->dense.gate, &w->dense.up,
+                                &w->dense.down };
 
         for (size_t i = 0; i < HX_LEN(all); i++)
             count_mat(count, all[i]);
@@ -94,7 +108,8 @@ static void print_formats(const hx_model *m)
     for (int f = 0; f < HX_N_FMT; f++)
         for (int k2 = 0; k2 <= 16; k2++)
             if (count[f][k2] > 0 && k2 > 0)
-                printf(" %lld %s at %g bits,", (long long)count[f][k2], hx_fmt_name((hx_fmt)f), k2 / 2.0);
+                printf(" %lld %s at %g bits,", (long long)count[f][k2],
+                       hx_fmt_name((hx_fmt)f), k2 / 2.0);
             else if (count[f][k2] > 0)
                 printf(" %lld %s,", (long long)count[f][k2], hx_fmt_name((hx_fmt)f));
     printf("\b \n");
@@ -111,7 +126,8 @@ static uint64_t count_bad(const hx_tensor *t)
         memcpy(&v, t->p + i, 4);
         bad += (v & 0x7f800000u) == 0x7f800000u;
     }
-    for (uint64_t i = 0; (t->dtype == HX_DT_BF16 || t->dtype == HX_DT_F16) && i + 2 <= t->bytes; i += 2) {
+    for (uint64_t i = 0;
+         (t->dtype == HX_DT_BF16 || t->dtype == HX_DT_F16) && i + 2 <= t->bytes; i += 2) {
         const uint16_t mask = t->dtype == HX_DT_BF16 ? 0x7f80 : 0x7c00;
         uint16_t v;
 
@@ -131,7 +147,8 @@ static int verify(const hx_weights *w, hx_err *err)
         const uint64_t bad = count_bad(t);
 
         if (bad != 0)
-            return hx_fail(err, HX_EFORMAT, "%s: %.120s: %llu numbers are not finite; the file is damaged",
+            return hx_fail(err, HX_EFORMAT,
+                           "%s: %.120s: %llu numbers are not finite; the file is damaged",
                            hx_weights_file(w, t), t->name, (unsigned long long)bad);
     }
     printf("verified: structure of all tensors, all plain numbers finite\n");
@@ -149,18 +166,23 @@ int cmd_inspect(const hx_cli *c)
         return cli_fail(&err);
     const hx_desc *d = &m->desc;
     cli_bytes(bytes, m->weight_bytes);
-    printf("%s: %s, %lld layers, width %lld, vocabulary %lld\n", c->model, d->arch, (long long)d->n_layer,
-           (long long)d->width, (long long)d->n_vocab);
-    printf("experts: %lld routed (%lld active, width %lld), shared width %lld\n", (long long)d->n_expert,
-           (long long)d->n_active, (long long)d->expert_width, (long long)d->shared_width);
-    printf("trained context: %lld tokens; per token of context %.1f KB (bf16), per sequence %.1f MB\n",
-           (long long)d->ctx_trained, (double)hx_cache_page_bytes(d, HX_CACHE_BF16) / HX_PAGE / 1e3,
+    printf("%s: %s, %lld layers, width %lld, vocabulary %lld\n", c->model, d->arch,
+           (long long)d->n_layer, (long long)d->width, (long long)d->n_vocab);
+    printf("experts: %lld routed (%lld active, width %lld), shared width %lld\n",
+           (long long)d->n_expert, (long long)d->n_active, (long long)d->expert_width,
+           (long long)d->shared_width);
+    printf("trained context: %lld tokens; per token of context %.1f KB (bf16), per "
+           "sequence %.1f MB\n",
+           (long long)d->ctx_trained,
+           (double)hx_cache_page_bytes(d, HX_CACHE_BF16) / HX_PAGE / 1e3,
            (double)hx_cache_slot_bytes(d) / 1e6);
-    printf("text model: %.2f M parameters in matrices, %s\n", (double)m->n_param / 1e6, bytes);
+    printf("text model: %.2f M parameters in matrices, %s\n", (double)m->n_param / 1e6,
+           bytes);
     print_formats(m);
     if (m->weights != NULL) {
         cli_bytes(bytes, hx_weights_bytes(m->weights));
-        printf("checkpoint: %lld tensors, %s\n", (long long)hx_weights_count(m->weights), bytes);
+        printf("checkpoint: %lld tensors, %s\n", (long long)hx_weights_count(m->weights),
+               bytes);
         print_components(m->weights);
         for (int64_t i = 0; c->tensors && i < hx_weights_count(m->weights); i++)
             print_tensor(m->weights, hx_weights_at(m->weights, i));
@@ -174,7 +196,9 @@ int cmd_inspect(const hx_cli *c)
 /* ---- figures ------------------------------------------------------------ */
 
 /* Collects figures as lines for people and members of one JSON object. */
-typedef struct { hx_sb json; } report;
+typedef struct {
+    hx_sb json;
+} report;
 
 static void figure(report *r, const char *name, double v, const char *unit)
 {
@@ -190,8 +214,9 @@ static int write_report(report *r, const char *path)
     int rc = 0;
 
     hx_sb_str(&r->json, r->json.n == 0 ? "{}\n" : "}\n");
-    if (path != NULL && ((f = fopen(path, "w")) == NULL ||
-                         fwrite(r->json.p, 1, r->json.n, f) != r->json.n || fclose(f) != 0)) {
+    if (path != NULL &&
+        ((f = fopen(path, "w")) == NULL ||
+         fwrite(r->json.p, 1, r->json.n, f) != r->json.n || fclose(f) != 0)) {
         fprintf(stderr, "hoist: %s: %s\n", path, strerror(errno));
         rc = 1;
     }
@@ -223,10 +248,11 @@ static void random_ids(const hx_info *info, uint64_t seed, int32_t *ids, int64_t
         ids[i] = (int32_t)(hx_rng_at(seed, (uint64_t)i) % top);
 }
 
-/* Runs streams requests of n_prompt random ids and n_new tokens to their end. Times in seconds:
- * to the last first token, and from there to the last token. */
-static int run_streams(hx_engine *e, const hx_info *info, uint64_t seed, int streams, int64_t n_prompt,
-                       int64_t n_new, double *first_s, double *rest_s, hx_err *err)
+/* Runs streams requests of n_prompt random ids and n_new tokens to their end. Times in
+ * seconds: to the last first token, and from there to the last token. */
+static int run_streams(hx_engine *e, const hx_info *info, uint64_t seed, int streams,
+                       int64_t n_prompt, int64_t n_new, double *first_s, double *rest_s,
+                       hx_err *err)
 {
     int32_t *ids = hx_new(int32_t, n_prompt);
     hx_stream *s[64] = { 0 };
@@ -234,8 +260,12 @@ static int run_streams(hx_engine *e, const hx_info *info, uint64_t seed, int str
     int rc = ids == NULL ? hx_fail(err, HX_ENOMEM, "bench: no memory") : 0;
 
     for (int i = 0; rc == 0 && i < streams; i++) {
-        const hx_request r = { .tokens = ids, .n_tokens = n_prompt, .max_new = n_new, .ignore_eos = true,
-                               .temperature = 1, .seed = seed + (uint64_t)i };
+        const hx_request r = { .tokens = ids,
+                               .n_tokens = n_prompt,
+                               .max_new = n_new,
+                               .ignore_eos = true,
+                               .temperature = 1,
+                               .seed = seed + (uint64_t)i };
 
         random_ids(info, seed * 64 + (uint64_t)i, ids, n_prompt);
         rc = hx_submit(e, &r, &s[i], err);
@@ -275,16 +305,20 @@ static int bench_decode(hx_engine *e, const hx_cli *c, report *out, hx_err *err)
         double rate[REPEATS], first, rest;
         char name[64];
 
-        for (int k = -1; k < REPEATS; k++) {     /* the first run warms up */
-            if ((rc = run_streams(e, &info, seed + (uint64_t)k, streams[i], 32, n_new, &first, &rest, err)) != 0)
+        for (int k = -1; k < REPEATS; k++) { /* the first run warms up */
+            if ((rc = run_streams(e, &info, seed + (uint64_t)k, streams[i], 32, n_new,
+                                  &first, &rest, err)) != 0)
                 return rc;
             if (k >= 0)
                 rate[k] = (double)(streams[i] * (n_new - 1)) / rest;
         }
-        snprintf(name, sizeof name, "decode, %d stream%s", streams[i], streams[i] > 1 ? "s" : "");
+        snprintf(name, sizeof name, "decode, %d stream%s", streams[i],
+                 streams[i] > 1 ? "s" : "");
         figure(out, name, median(rate, REPEATS), "tok/s");
-        snprintf(name, sizeof name, "decode, %d stream%s, spread", streams[i], streams[i] > 1 ? "s" : "");
-        figure(out, name, (rate[REPEATS - 1] - rate[0]) / median(rate, REPEATS) * 100, "%");
+        snprintf(name, sizeof name, "decode, %d stream%s, spread", streams[i],
+                 streams[i] > 1 ? "s" : "");
+        figure(out, name, (rate[REPEATS - 1] - rate[0]) / median(rate, REPEATS) * 100,
+               "%");
     }
     return 0;
 }
@@ -302,14 +336,16 @@ static int bench_prefill(hx_engine *e, const hx_cli *c, report *out, hx_err *err
         char name[64];
 
         for (int k = -1; k < REPEATS; k++) {
-            if ((rc = run_streams(e, &info, seed + 1000 + (uint64_t)k, 1, lengths[i], 1, &first, &rest, err)) != 0)
+            if ((rc = run_streams(e, &info, seed + 1000 + (uint64_t)k, 1, lengths[i], 1,
+                                  &first, &rest, err)) != 0)
                 return rc;
             if (k >= 0)
                 rate[k] = (double)lengths[i] / first;
         }
         snprintf(name, sizeof name, "prefill, %lld tokens", (long long)lengths[i]);
         figure(out, name, median(rate, REPEATS), "tok/s");
-        snprintf(name, sizeof name, "time to first token, %lld tokens", (long long)lengths[i]);
+        snprintf(name, sizeof name, "time to first token, %lld tokens",
+                 (long long)lengths[i]);
         figure(out, name, (double)lengths[i] / median(rate, REPEATS) * 1e3, "ms");
     }
     return 0;
@@ -354,7 +390,8 @@ static double copy_rate(void)
 
         memset(a, k, 4096);
         memcpy(b, a, n);
-        best = HX_MAX(best, 2.0 * (double)n / (double)HX_MAX(hx_now_us() - start, 1) / 1e3);
+        best =
+            HX_MAX(best, 2.0 * (double)n / (double)HX_MAX(hx_now_us() - start, 1) / 1e3);
     }
     hx_unmap(a, n);
     hx_unmap(b, n);
@@ -362,10 +399,15 @@ static double copy_rate(void)
 }
 
 /* One-thread matmul over a set of matrices larger than the caches, one shape and rate. */
-typedef struct { int64_t n, k; int32_t k2; hx_codebook cb; int64_t rows; } mat_case;
+typedef struct {
+    int64_t n, k;
+    int32_t k2;
+    hx_codebook cb;
+    int64_t rows;
+} mat_case;
 
-static int time_matmul(hx_dev *d, const mat_case *mc, uint8_t *mem, size_t mem_bytes, double *g_weights,
-                       hx_err *err)
+static int time_matmul(hx_dev *d, const mat_case *mc, uint8_t *mem, size_t mem_bytes,
+                       double *g_weights, hx_err *err)
 {
     const size_t trellis = (size_t)(mc->n * mc->k) / 16 * (size_t)mc->k2;
     const size_t one = trellis + 2 * (size_t)(mc->n + mc->k);
@@ -384,14 +426,24 @@ static int time_matmul(hx_dev *d, const mat_case *mc, uint8_t *mem, size_t mem_b
 
         for (int64_t i = 0; rc == 0 && i < sets; i++) {
             const uint8_t *p = mem + (size_t)i * one;
-            const hx_mat m = { .fmt = HX_FMT_EXL3, .n = mc->n, .k = mc->k, .n_pad = mc->n, .k_pad = mc->k,
-                               .k2 = mc->k2, .codebook = mc->cb, .w = p, .suh = p + trellis,
+            const hx_mat m = { .fmt = HX_FMT_EXL3,
+                               .n = mc->n,
+                               .k = mc->k,
+                               .n_pad = mc->n,
+                               .k_pad = mc->k,
+                               .k2 = mc->k2,
+                               .codebook = mc->cb,
+                               .w = p,
+                               .suh = p + trellis,
                                .svh = p + trellis + 2 * mc->k };
-            const hx_matmul_args a = { .y = y, .x = x, .w = &m, .rows = mc->rows, .ldx = mc->k, .ldy = mc->n };
+            const hx_matmul_args a = {
+                .y = y, .x = x, .w = &m, .rows = mc->rows, .ldx = mc->k, .ldy = mc->n
+            };
 
             rc = hx_op_matmul(d, &a, err);
         }
-        best = HX_MAX(best, (double)(sets * mc->n * mc->k) / (double)(hx_now_us() - start) / 1e3);
+        best = HX_MAX(best, (double)(sets * mc->n * mc->k) /
+                                (double)(hx_now_us() - start) / 1e3);
     }
     *g_weights = best;
     hx_dev_free(d, &x);
@@ -403,10 +455,17 @@ static int bench_ops(const hx_cli *c, report *out)
 {
     static const int32_t rates[] = { 4, 6, 8, 10, 12, 16 };
     static const int64_t rows[] = { 1, 4, 64 };
-    const hx_dev_opt opt = { .name = c->device, .isa = c->isa, .cpus = c->cpus,
+    const hx_dev_opt opt = { .name = c->device,
+                             .isa = c->isa,
+                             .cpus = c->cpus,
                              .n_threads = c->threads != 0 ? (int32_t)c->threads : 1,
-                             .limits = { .max_rows = 64, .max_k = 4096, .max_n = 4096, .max_active = 1,
-                                         .max_expert = 1, .max_heads = 1, .max_ctx = 1 } };
+                             .limits = { .max_rows = 64,
+                                         .max_k = 4096,
+                                         .max_n = 4096,
+                                         .max_active = 1,
+                                         .max_expert = 1,
+                                         .max_heads = 1,
+                                         .max_ctx = 1 } };
     const size_t mem_bytes = (size_t)192 << 20;
     uint8_t *mem = hx_map(mem_bytes, true);
     hx_dev *d = NULL;
@@ -419,12 +478,14 @@ static int bench_ops(const hx_cli *c, report *out)
         rc = hx_dev_open(&d, &opt, &err);
     /* Random trellis bits; scales of a sane size everywhere: 0x2c2c is 0.065 in fp16. */
     for (size_t i = 0; rc == 0 && i < mem_bytes; i += 8) {
-        const uint64_t v = (hx_rng_at(7, i) & 0x03ff03ff03ff03ffULL) | 0x2c002c002c002c00ULL;
+        const uint64_t v =
+            (hx_rng_at(7, i) & 0x03ff03ff03ff03ffULL) | 0x2c002c002c002c00ULL;
 
         memcpy(mem + i, &v, 8);
     }
     if (rc == 0) {
-        printf("%s; EXL3 matrices of 4096 inputs and 2048 outputs, read from memory\n", d->text);
+        printf("%s; EXL3 matrices of 4096 inputs and 2048 outputs, read from memory\n",
+               d->text);
         figure(out, "memory copy, one thread", copy_rate(), "GB/s");
     }
     for (size_t i = 0; rc == 0 && i < HX_LEN(rates); i++)
@@ -433,10 +494,11 @@ static int bench_ops(const hx_cli *c, report *out)
             double g = 0;
             char name[64];
 
-            if ((rc = time_matmul(d, &mc, mem, rows[j] > 4 ? mem_bytes / 8 : mem_bytes, &g, &err)) != 0)
+            if ((rc = time_matmul(d, &mc, mem, rows[j] > 4 ? mem_bytes / 8 : mem_bytes,
+                                  &g, &err)) != 0)
                 break;
-            snprintf(name, sizeof name, "EXL3 K=%g mul1, %lld row%s", rates[i] / 2.0, (long long)rows[j],
-                     rows[j] > 1 ? "s" : "");
+            snprintf(name, sizeof name, "EXL3 K=%g mul1, %lld row%s", rates[i] / 2.0,
+                     (long long)rows[j], rows[j] > 1 ? "s" : "");
             figure(out, name, g, "G weights/s");
         }
     hx_dev_close(d);

@@ -9,10 +9,13 @@
 
 #include "dev/dev.h"
 
-/* The operation table of the backend, and how much scratch its largest operation needs. */
+/* The operation table of the backend, and how much scratch its largest operation needs.
+ */
 extern const hx_dev_ops hx_cpu_ops;
-size_t hx_cpu_scratch_bytes(const hx_dev_limits *l, int n_thread);          /* cpu.c; includes the next */
-size_t hx_cpu_matmul_scratch_bytes(const hx_dev_limits *l, int n_thread);   /* cpu_matmul.c */
+size_t hx_cpu_scratch_bytes(const hx_dev_limits *l,
+                            int n_thread); /* cpu.c; includes the next */
+size_t hx_cpu_matmul_scratch_bytes(const hx_dev_limits *l,
+                                   int n_thread); /* cpu_matmul.c */
 
 int hx_cpu_matmul(hx_dev *d, const hx_matmul_args *a, hx_err *err);
 int hx_cpu_head_matmul(hx_dev *d, const hx_head_matmul_args *a, hx_err *err);

@@ -393,8 +393,8 @@ static void add_plain(const hx_mm_kernels *k, const outputs *o, int64_t c, int64
 {
     const int n = (int)HX_MIN(o->m->k - b * BLOCK, BLOCK);
 
-    if (k->sum_bf16 != NULL && o->m->fmt == HX_FMT_BF16 && s->n_row <= FEW && n == BLOCK &&
-        c + COLS <= o->n) {
+    if (k->sum_bf16 != NULL && o->m->fmt == HX_FMT_BF16 && s->n_row <= FEW &&
+        n == BLOCK && c + COLS <= o->n) {
         s->w = (const uint8_t *)o->m->w + 2 * ((o->first + c) * o->m->k + b * BLOCK);
         k->sum_bf16(s, 2 * (size_t)o->m->k);
         return;

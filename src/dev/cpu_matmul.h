@@ -60,8 +60,8 @@ typedef struct {
     /* n plain weights times scale (1 but for FP8) */
     void (*widen)(float *out, const void *in, hx_fmt fmt, float scale, int n);
     void (*sum_plain)(const hx_mm_sum *s);
-    /* sum_plain() straight from BF16 outputs out_bytes apart, 128 inputs each; for few rows, where
-     * widening first would cost more than the product. NULL: widen */
+    /* sum_plain() straight from BF16 outputs out_bytes apart, 128 inputs each; for few
+     * rows, where widening first would cost more than the product. NULL: widen */
     void (*sum_bf16)(const hx_mm_sum *s, size_t out_bytes);
     /* Transposed: fma over the inputs in order */
     void (*sum_columns)(const hx_mm_sum *s, int n_in);

@@ -1,5 +1,5 @@
-/* cuda.cu - the CUDA device: open and close, its memory, copies, staging of host data, and
- * the operation table. Called through hx_cuda_ops and by ops.c at open and close.
+/* cuda.cu - the CUDA device: open and close, its memory, copies, staging of host data,
+ * and the operation table. Called through hx_cuda_ops and by ops.c at open and close.
  *
  * One stream per device carries every kernel and every copy, so that put and get are in
  * order with the operations. Nothing here computes. */
@@ -24,16 +24,17 @@ static int no_device(hx_err *err, const char *name, cudaError_t rc)
 
     cudaDriverGetVersion(&driver);
     if (driver == 0)
-        return hx_fail(err, HX_EUNSUP,
-                       "device %s: this machine has no NVIDIA driver; install one, or use "
-                       "the device cpu",
-                       name);
+        return hx_fail(
+            err, HX_EUNSUP,
+            "device %s: this machine has no NVIDIA driver; install one, or use "
+            "the device cpu",
+            name);
     if (rc == cudaErrorInsufficientDriver)
-        return hx_fail(err, HX_EUNSUP,
-                       "device %s: the NVIDIA driver is too old, it serves CUDA %d.%d and "
-                       "this program needs %d.%d; update the driver",
-                       name, driver / 1000, driver % 1000 / 10, need / 1000,
-                       need % 1000 / 10);
+        return hx_fail(
+            err, HX_EUNSUP,
+            "device %s: the NVIDIA driver is too old, it serves CUDA %d.%d and "
+            "this program needs %d.%d; update the driver",
+            name, driver / 1000, driver % 1000 / 10, need / 1000, need % 1000 / 10);
     if (rc != cudaSuccess && rc != cudaErrorNoDevice)
         return hx_fail(err, HX_EDEVICE, "device %s: the NVIDIA driver reports: %s", name,
                        cudaGetErrorString(rc));
@@ -56,10 +57,11 @@ int hx_cuda_alloc_for(void **out, size_t bytes, const char *what, hx_err *err)
         return hx_cuda_fail(err, what, rc);
     cudaGetLastError(); /* it would come back at the next launch */
     cudaMemGetInfo(&free_bytes, &total);
-    return hx_fail(err, HX_ENOMEM,
-                   "device cuda: no GPU memory for %s: %zu bytes asked for, %zu of %zu are "
-                   "free",
-                   what, bytes, free_bytes, total);
+    return hx_fail(
+        err, HX_ENOMEM,
+        "device cuda: no GPU memory for %s: %zu bytes asked for, %zu of %zu are "
+        "free",
+        what, bytes, free_bytes, total);
 }
 
 /* The calling thread works with this device from here on. */
@@ -74,7 +76,7 @@ static int dev_alloc(hx_dev *d, hx_buf *out, size_t bytes, hx_err *err)
     void *p;
     cudaError_t rc;
 
-    *out = hx_buf{ NULL, 0 };
+    *out = hx_buf { NULL, 0 };
     hx_cuda *c = current(d);
     if (hx_cuda_alloc_for(&p, bytes, "a buffer", err) != 0)
         return HX_ENOMEM;
@@ -82,7 +84,7 @@ static int dev_alloc(hx_dev *d, hx_buf *out, size_t bytes, hx_err *err)
         cudaFree(p);
         return hx_cuda_fail(err, "alloc", rc);
     }
-    *out = hx_buf{ p, bytes };
+    *out = hx_buf { p, bytes };
     return 0;
 }
 
@@ -92,11 +94,11 @@ static void dev_free(hx_dev *d, hx_buf *b)
     (void)d;
     if (b->p != NULL)
         cudaFree(b->p);
-    *b = hx_buf{ NULL, 0 };
+    *b = hx_buf { NULL, 0 };
 }
 
-/* Ordinary memory is taken before this returns; pinned memory must stay as it is until the
- * next get. */
+/* Ordinary memory is taken before this returns; pinned memory must stay as it is until
+ * the next get. */
 static int dev_put(hx_dev *d, hx_buf to, const void *from, size_t bytes, hx_err *err)
 {
     const cudaError_t rc =
@@ -230,7 +232,8 @@ static int find_device(hx_cuda *c, const char *name, cudaDeviceProp *prop, hx_er
     if (rc != cudaSuccess || n == 0)
         return no_device(err, name, rc);
     if (number < 0 || number >= n)
-        return hx_fail(err, HX_EARG, "device %s: there are cuda:0 to cuda:%d", name, n - 1);
+        return hx_fail(err, HX_EARG, "device %s: there are cuda:0 to cuda:%d", name,
+                       n - 1);
     if ((rc = cudaSetDevice(number)) != cudaSuccess ||
         (rc = cudaGetDeviceProperties(prop, number)) != cudaSuccess)
         return hx_cuda_fail(err, name, rc);
@@ -239,10 +242,11 @@ static int find_device(hx_cuda *c, const char *name, cudaDeviceProp *prop, hx_er
     c->cc = 10 * prop->major + prop->minor;
     c->shared_bytes = prop->sharedMemPerBlockOptin;
     if (c->cc < OLDEST_CC)
-        return hx_fail(err, HX_EUNSUP,
-                       "device %s: %s has compute capability %d.%d, at least 8.0 is needed; "
-                       "use the device cpu",
-                       name, prop->name, prop->major, prop->minor);
+        return hx_fail(
+            err, HX_EUNSUP,
+            "device %s: %s has compute capability %d.%d, at least 8.0 is needed; "
+            "use the device cpu",
+            name, prop->name, prop->major, prop->minor);
     rc = cudaFuncGetAttributes(&attr, probe);
     if (rc == cudaErrorNoKernelImageForDevice || rc == cudaErrorInvalidDeviceFunction)
         return hx_fail(err, HX_EUNSUP,
@@ -293,8 +297,9 @@ int hx_cuda_open(hx_dev *d, const hx_dev_opt *opt, hx_err *err)
     if ((rc = find_device(c, opt->name, &prop, err)) != 0)
         return rc;
     if (opt->isa != NULL)
-        return hx_fail(err, HX_EARG, "device %s has no instruction sets to choose from (%s)",
-                       opt->name, opt->isa);
+        return hx_fail(err, HX_EARG,
+                       "device %s has no instruction sets to choose from (%s)", opt->name,
+                       opt->isa);
     const cudaError_t made = cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking);
     if (made != cudaSuccess)
         return hx_cuda_fail(err, opt->name, made);
@@ -336,9 +341,8 @@ void hx_cuda_close(hx_dev *d)
 }
 
 /* In the order of HX_OPS, which is that of hx_dev_ops. */
-const hx_dev_ops hx_cuda_ops = {
-    "cuda", dev_alloc, dev_free, dev_put, dev_get,
+const hx_dev_ops hx_cuda_ops = { "cuda",        dev_alloc, dev_free, dev_put, dev_get,
 #define X(op, name) name,
-    HX_CUDA_OPS(X)
+                                 HX_CUDA_OPS(X)
 #undef X
 };

@@ -1,5 +1,5 @@
-/* cuda_dev.h - the CUDA backend as its own files see it; ops.c takes hx_cuda_backend_* from
- * it in a build with CUDA, nobody else includes it.
+/* cuda_dev.h - the CUDA backend as its own files see it; ops.c takes hx_cuda_backend_*
+ * from it in a build with CUDA, nobody else includes it.
  *
  * cuda.cu         the device: open, close, memory, copies, the operation table
  * cuda_ops.cu     rows on their own, streams, routing
@@ -25,25 +25,32 @@ extern "C" {
 
 extern const hx_dev_ops hx_cuda_ops;
 /* Fills d->own, d->isa and d->text. opt->name: "cuda" or "cuda:N". */
-int  hx_cuda_open(hx_dev *d, const hx_dev_opt *opt, hx_err *err);
+int hx_cuda_open(hx_dev *d, const hx_dev_opt *opt, hx_err *err);
 void hx_cuda_close(hx_dev *d);
 /* Waits for all that was launched; the error of a kernel that failed. */
-int  hx_cuda_sync(hx_dev *d, hx_err *err);
+int hx_cuda_sync(hx_dev *d, hx_err *err);
 /* Devices there are; 0 without a driver. */
-int  hx_cuda_count(void);
+int hx_cuda_count(void);
 
 /* The operations; that of moe is hx_cuda_moe_op, for cuda.h has a struct hx_cuda_moe. */
 #define HX_CUDA_OPS(X)                                                                   \
-    X(embed, hx_cuda_embed) X(rmsnorm, hx_cuda_rmsnorm)                                  \
-    X(layernorm, hx_cuda_layernorm) X(matmul, hx_cuda_matmul)                            \
-    X(head_matmul, hx_cuda_head_matmul) X(swiglu, hx_cuda_swiglu)                        \
-    X(hc_mix, hx_cuda_hc_mix) X(hc_merge, hx_cuda_hc_merge) X(hc_mean, hx_cuda_hc_mean)  \
-    X(conv_short, hx_cuda_conv_short) X(kda_gate, hx_cuda_kda_gate)                      \
-    X(kda_step, hx_cuda_kda_step) X(kda_chunk, hx_cuda_kda_chunk)                        \
-    X(kda_out, hx_cuda_kda_out) X(latent_append, hx_cuda_latent_append)                  \
-    X(index_append, hx_cuda_index_append) X(index_score, hx_cuda_index_score)            \
-    X(topk, hx_cuda_topk) X(mla_attend, hx_cuda_mla_attend) X(router, hx_cuda_router)    \
-    X(moe, hx_cuda_moe_op) X(combine, hx_cuda_combine) X(sample, hx_cuda_sample)
+    X(embed, hx_cuda_embed)                                                              \
+    X(rmsnorm, hx_cuda_rmsnorm) X(layernorm, hx_cuda_layernorm)                          \
+        X(matmul, hx_cuda_matmul) X(head_matmul, hx_cuda_head_matmul)                    \
+            X(swiglu, hx_cuda_swiglu) X(hc_mix, hx_cuda_hc_mix)                          \
+                X(hc_merge, hx_cuda_hc_merge) X(hc_mean, hx_cuda_hc_mean)                \
+                    X(conv_short, hx_cuda_conv_short) X(kda_gate, hx_cuda_kda_gate)      \
+                        X(kda_step, hx_cuda_kda_step) X(kda_chunk, hx_cuda_kda_chunk)    \
+                            X(kda_out, hx_cuda_kda_out)                                  \
+                                X(latent_append, hx_cuda_latent_append)                  \
+                                    X(index_append, hx_cuda_index_append)                \
+                                        X(index_score, hx_cuda_index_score)              \
+                                            X(topk, hx_cuda_topk) X(mla_attend,          \
+                                                                    hx_cuda_mla_attend)  \
+                                                X(router, hx_cuda_router)                \
+                                                    X(moe, hx_cuda_moe_op)               \
+                                                        X(combine, hx_cuda_combine)      \
+                                                            X(sample, hx_cuda_sample)
 #define X(op, name) int name(hx_dev *d, const hx_##op##_args *a, hx_err *err);
 HX_CUDA_OPS(X)
 #undef X
@@ -51,7 +58,8 @@ HX_CUDA_OPS(X)
 /* What sample leaves as the id of a row that has none to choose; the host looks at it. */
 enum { HX_SAMPLE_BAD_LOGIT = -1, HX_SAMPLE_ALL_BANNED = -2 };
 
-/* Scratch that the largest operation of each file needs. Shared: contents last one call. */
+/* Scratch that the largest operation of each file needs. Shared: contents last one call.
+ */
 size_t hx_cuda_ops_scratch_bytes(const hx_dev_limits *l);
 size_t hx_cuda_product_scratch_bytes(const hx_dev_limits *l, int n_sm);
 size_t hx_cuda_sample_scratch_bytes(const hx_dev_limits *l);
@@ -74,22 +82,22 @@ enum {
 /* Host data of a call (sampling parameters, expert tables): pinned memory, and a device
  * copy of it, used in turn. */
 typedef struct {
-    char       *host, *dev;
+    char *host, *dev;
     cudaEvent_t used; /* when the last call that took it is done */
 } hx_cuda_stage;
 
 /* State of one device. */
 typedef struct {
-    int           device, n_sm, cc; /* cc: 10 * major + minor */
-    size_t        shared_bytes;     /* that one block can have */
-    cudaStream_t  stream;
-    char         *scratch; /* device memory, 256-byte aligned */
-    size_t        scratch_bytes;
-    int          *ticket; /* device memory, [n_ticket], zero between launches */
-    int64_t       n_ticket;
+    int device, n_sm, cc; /* cc: 10 * major + minor */
+    size_t shared_bytes;  /* that one block can have */
+    cudaStream_t stream;
+    char *scratch; /* device memory, 256-byte aligned */
+    size_t scratch_bytes;
+    int *ticket; /* device memory, [n_ticket], zero between launches */
+    int64_t n_ticket;
     hx_cuda_stage stage[HX_CUDA_STAGES];
-    size_t        stage_bytes; /* of each */
-    int           next_stage;
+    size_t stage_bytes; /* of each */
+    int next_stage;
     struct hx_cuda_tables *tables; /* cuda_product.cu: where experts lie */
 } hx_cuda;
 
@@ -99,7 +107,7 @@ static inline hx_cuda *hx_cuda_of(const hx_dev *d)
 }
 
 /* cuda_product.cu, at open and close. */
-int  hx_cuda_tables_open(hx_cuda *c, const hx_dev_limits *l, hx_err *err);
+int hx_cuda_tables_open(hx_cuda *c, const hx_dev_limits *l, hx_err *err);
 void hx_cuda_tables_close(hx_cuda *c);
 
 /* cuda.cu: device memory; the sentence names what it is for, and both numbers. */
@@ -111,12 +119,13 @@ int hx_cuda_fail(hx_err *err, const char *op, cudaError_t rc);
 /* Takes the next stage; waits only when HX_CUDA_STAGES calls are still on their way. Then
  * fill ->host, and hx_cuda_stage_put() copies n bytes on the stream to ->dev. */
 hx_cuda_stage *hx_cuda_stage_take(hx_cuda *c);
-cudaError_t    hx_cuda_stage_put(hx_cuda *c, hx_cuda_stage *s, size_t n);
+cudaError_t hx_cuda_stage_put(hx_cuda *c, hx_cuda_stage *s, size_t n);
 /* After the last kernel that reads s->dev. */
-cudaError_t    hx_cuda_stage_done(hx_cuda *c, hx_cuda_stage *s);
+cudaError_t hx_cuda_stage_done(hx_cuda *c, hx_cuda_stage *s);
 
 /* kernel<<<grid, block, shared bytes, stream of c>>>(...); returns from the launcher when
- * that fails. HX_LAUNCH_OK is the launcher's last line. An empty grid launches nothing. */
+ * that fails. HX_LAUNCH_OK is the launcher's last line. An empty grid launches nothing.
+ */
 #define HX_LAUNCH(c, op, err, kernel, grid, block, shared, ...)                          \
     do {                                                                                 \
         const dim3 grid_ = (grid);                                                       \
@@ -143,8 +152,8 @@ static inline int64_t hx_ceil_div(int64_t a, int64_t b)
 /* The spans of a call as a kernel argument: `const __grid_constant__ hx_cuda_spans s`. */
 typedef struct {
     const hx_span *dev; /* NULL: in */
-    int32_t        n;
-    hx_span        in[HX_CUDA_SPANS];
+    int32_t n;
+    hx_span in[HX_CUDA_SPANS];
 } hx_cuda_spans;
 
 /* cuda.cu. Fails with HX_EARG when there are too many spans and none on the device. */
@@ -189,7 +198,8 @@ HX_DEVICE float hx_warp_max(float v)
  * caller. Every thread of the block must call it. */
 HX_DEVICE float hx_block_sum(float v, float *shared)
 {
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n = (blockDim.x + 31) >> 5;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31,
+              n = (blockDim.x + 31) >> 5;
 
     v = hx_warp_sum(v);
     if (lane == 0)
@@ -208,7 +218,8 @@ HX_DEVICE float hx_block_sum(float v, float *shared)
 
 HX_DEVICE float hx_block_max(float v, float *shared)
 {
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n = (blockDim.x + 31) >> 5;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31,
+              n = (blockDim.x + 31) >> 5;
 
     v = hx_warp_max(v);
     if (lane == 0)

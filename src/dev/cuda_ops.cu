@@ -10,11 +10,11 @@
 
 enum {
     THREADS = 256,
-    VEC = 4,           /* neighbours of a thread */
-    SLICE = 512,       /* inputs of a partial sum of hc_mix */
-    MIX_ROWS = 4,      /* rows that share the weights of a slice */
-    MIX_OUTS = 4,      /* outputs whose weights a warp has on their way at a time */
-    MAX_STREAMS = 8,   /* ops.c: same bound */
+    VEC = 4,         /* neighbours of a thread */
+    SLICE = 512,     /* inputs of a partial sum of hc_mix */
+    MIX_ROWS = 4,    /* rows that share the weights of a slice */
+    MIX_OUTS = 4,    /* outputs whose weights a warp has on their way at a time */
+    MAX_STREAMS = 8, /* ops.c: same bound */
 };
 
 static const int64_t MAX_GRID_Y = 65535;
@@ -110,12 +110,19 @@ static unsigned norm_threads(int64_t dim)
 static norm_args norm_of(hx_buf y, hx_buf x, hx_buf w, hx_buf b, int64_t dim, int64_t ldx,
                          int64_t ldy, float eps)
 {
-    const bool wide = aligned16(y.p) && aligned16(x.p) && aligned16(w.p) && aligned16(b.p) &&
-                      dim % VEC == 0 && ldx % VEC == 0 && ldy % VEC == 0;
+    const bool wide = aligned16(y.p) && aligned16(x.p) && aligned16(w.p) &&
+                      aligned16(b.p) && dim % VEC == 0 && ldx % VEC == 0 &&
+                      ldy % VEC == 0;
 
-    return norm_args{ (float *)y.p,       (const float *)x.p, (const float *)w.p,
-                      (const float *)b.p, dim,                ldx,
-                      ldy,                eps,                wide };
+    return norm_args { (float *)y.p,
+                       (const float *)x.p,
+                       (const float *)w.p,
+                       (const float *)b.p,
+                       dim,
+                       ldx,
+                       ldy,
+                       eps,
+                       wide };
 }
 
 template <bool MEAN> __global__ void norm_rows(const __grid_constant__ norm_args a);
@@ -123,7 +130,7 @@ template <bool MEAN> __global__ void norm_rows(const __grid_constant__ norm_args
 extern "C" int hx_cuda_rmsnorm(hx_dev *d, const hx_rmsnorm_args *a, hx_err *err)
 {
     const norm_args k =
-        norm_of(a->y, a->x, a->w, hx_buf{ NULL, 0 }, a->dim, a->ldx, a->ldy, a->eps);
+        norm_of(a->y, a->x, a->w, hx_buf { NULL, 0 }, a->dim, a->ldx, a->ldy, a->eps);
 
     HX_LAUNCH(hx_cuda_of(d), "rmsnorm", err, norm_rows<false>, dim3((unsigned)a->rows),
               norm_threads(a->dim), 0, k);
@@ -205,7 +212,8 @@ extern "C" int hx_cuda_swiglu(hx_dev *d, const hx_swiglu_args *a, hx_err *err)
                             (const float *)a->up.p,
                             n,
                             a->limit,
-                            aligned16(a->y.p) && aligned16(a->gate.p) && aligned16(a->up.p) };
+                            aligned16(a->y.p) && aligned16(a->gate.p) &&
+                                aligned16(a->up.p) };
 
     HX_LAUNCH(hx_cuda_of(d), "swiglu", err, swiglu_all,
               dim3((unsigned)hx_ceil_div(n, THREADS * VEC)), THREADS, 0, k);
@@ -287,8 +295,8 @@ extern "C" int hx_cuda_hc_mix(hx_dev *d, const hx_hc_mix_args *a, hx_err *err)
     k.rows = a->rows;
     k.dim = a->dim;
     if (a->fn == NULL) {
-        HX_LAUNCH(c, "hc_mix", err, mix_copy, dim3((unsigned)hx_ceil_div(a->dim, THREADS),
-                                                   (unsigned)a->rows),
+        HX_LAUNCH(c, "hc_mix", err, mix_copy,
+                  dim3((unsigned)hx_ceil_div(a->dim, THREADS), (unsigned)a->rows),
                   THREADS, 0, k);
         return 0;
     }
@@ -301,11 +309,12 @@ extern "C" int hx_cuda_hc_mix(hx_dev *d, const hx_hc_mix_args *a, hx_err *err)
     k.slices = mix_slices(width);
     k.part = (float *)c->scratch;
     k.wide = aligned16(k.x) && aligned16(k.streams) && a->dim % VEC == 0;
-    const int64_t fit = HX_MIN((int64_t)(c->scratch_bytes / sizeof(float)) / (k.slices * n),
-                               MAX_GRID_Y);
+    const int64_t fit =
+        HX_MIN((int64_t)(c->scratch_bytes / sizeof(float)) / (k.slices * n), MAX_GRID_Y);
     if (fit < 1)
-        return hx_fail(err, HX_EARG, "hc_mix: %zu bytes of scratch are too few; open the "
-                                     "device with larger limits",
+        return hx_fail(err, HX_EARG,
+                       "hc_mix: %zu bytes of scratch are too few; open the "
+                       "device with larger limits",
                        c->scratch_bytes);
     for (int64_t r = 0; r < a->rows; r += fit) {
         mix_args part = k;
@@ -334,8 +343,8 @@ __global__ void mix_copy(const mix_args a)
 }
 
 /* A block: one slice of 512 inputs, four rows, all outputs and the sum of squares; a warp
- * takes every eighth output, four of them at a time. Grid (slices, R / 4), 8 KiB shared. Reads the weights once
- * for four rows, and the streams once. */
+ * takes every eighth output, four of them at a time. Grid (slices, R / 4), 8 KiB shared.
+ * Reads the weights once for four rows, and the streams once. */
 template <int FMT> __global__ void mix_dots(const __grid_constant__ mix_args a)
 {
     __shared__ __align__(16) float x[MIX_ROWS][SLICE];
@@ -347,7 +356,8 @@ template <int FMT> __global__ void mix_dots(const __grid_constant__ mix_args a)
     for (int i = threadIdx.x; i < MIX_ROWS * SLICE; i += THREADS) {
         const int r = i / SLICE, k = i % SLICE;
 
-        x[r][k] = r < n_row && i0 + k < width ? a.streams[(r0 + r) * width + i0 + k] : 0.0f;
+        x[r][k] =
+            r < n_row && i0 + k < width ? a.streams[(r0 + r) * width + i0 + k] : 0.0f;
     }
     /* Every warp comes once at least, for the barrier. */
     for (int j0 = warp; j0 <= n_out || j0 == warp; j0 += MIX_OUTS * THREADS / 32) {
@@ -451,8 +461,8 @@ template <int S> HX_DEVICE void sinkhorn(float c[S][S], float eps, int iters)
 }
 
 /* Joins the partial sums of a row: m[0 … S (2 + S)). Then the last block makes the maps,
- * the others x. Grid (D / 1024 + 1, R). Moves 4 S D bytes a row and reads the partial sums
- * once a block. */
+ * the others x. Grid (D / 1024 + 1, R). Moves 4 S D bytes a row and reads the partial
+ * sums once a block. */
 template <int S> __global__ void mix_rows(const __grid_constant__ mix_args a)
 {
     constexpr int n = S * (2 + S);
@@ -522,17 +532,22 @@ static dim3 stream_grid(int64_t dim, int64_t rows)
 
 extern "C" int hx_cuda_hc_merge(hx_dev *d, const hx_hc_merge_args *a, hx_err *err)
 {
-    const merge_args k = { (float *)a->streams.p,    (const float *)a->y.p,
-                           (const float *)a->post.p, (const float *)a->comb.p,
-                           a->streams_n,             a->dim,
-                           aligned16(a->streams.p) && aligned16(a->y.p) && a->dim % VEC == 0 };
+    const merge_args k = { (float *)a->streams.p,
+                           (const float *)a->y.p,
+                           (const float *)a->post.p,
+                           (const float *)a->comb.p,
+                           a->streams_n,
+                           a->dim,
+                           aligned16(a->streams.p) && aligned16(a->y.p) &&
+                               a->dim % VEC == 0 };
 
     HX_LAUNCH(hx_cuda_of(d), "hc_merge", err, merge_rows, stream_grid(a->dim, a->rows),
               THREADS, 0, k);
     return 0;
 }
 
-/* 1024 columns of all streams of a row. Grid (R, D / 1024). Moves 8 R S D + 4 R D bytes. */
+/* 1024 columns of all streams of a row. Grid (R, D / 1024). Moves 8 R S D + 4 R D bytes.
+ */
 __global__ void merge_rows(const merge_args a)
 {
     __shared__ float map[MAX_STREAMS * (MAX_STREAMS + 1)]; /* post, comb */
@@ -573,10 +588,11 @@ extern "C" int hx_cuda_hc_mean(hx_dev *d, const hx_hc_mean_args *a, hx_err *err)
                            NULL,
                            a->streams_n,
                            a->dim,
-                           aligned16(a->streams.p) && aligned16(a->y.p) && a->dim % VEC == 0 };
+                           aligned16(a->streams.p) && aligned16(a->y.p) &&
+                               a->dim % VEC == 0 };
 
-    HX_LAUNCH(hx_cuda_of(d), "hc_mean", err, mean_rows, stream_grid(a->dim, a->rows), THREADS,
-              0, k);
+    HX_LAUNCH(hx_cuda_of(d), "hc_mean", err, mean_rows, stream_grid(a->dim, a->rows),
+              THREADS, 0, k);
     return 0;
 }
 

@@ -26,8 +26,14 @@ static inline hx_plain_mat hx_plain_of(const hx_mat *m)
 {
     const size_t align = HX_MIN(8 * hx_plain_bytes(m->fmt), 16);
 
-    return hx_plain_mat{ m->w, m->bias, (const float *)m->scale, m->n, m->k, m->block_n,
-                         m->block_k, (uintptr_t)m->w % align == 0 && m->k % 8 == 0 };
+    return hx_plain_mat { m->w,
+                          m->bias,
+                          (const float *)m->scale,
+                          m->n,
+                          m->k,
+                          m->block_n,
+                          m->block_k,
+                          (uintptr_t)m->w % align == 0 && m->k % 8 == 0 };
 }
 
 /* Does `what` with FMT set to a plain format. */
@@ -77,13 +83,15 @@ HX_DEVICE void hx_copy_wait(void)
 HX_DEVICE float hx_plain_scale(const hx_plain_mat &m, int64_t n, int64_t k)
 {
     const uint32_t per_row = ((uint32_t)m.k + m.block_k - 1) / (uint32_t)m.block_k;
-    const uint32_t bn = (uint32_t)n / (uint32_t)m.block_n, bk = (uint32_t)k / (uint32_t)m.block_k;
+    const uint32_t bn = (uint32_t)n / (uint32_t)m.block_n,
+                   bk = (uint32_t)k / (uint32_t)m.block_k;
 
     return m.scale[(int64_t)bn * per_row + bk];
 }
 
 /* W[n, k]; FP8: value * scale, rounded once. */
-template <int FMT> HX_DEVICE float hx_plain_at(const hx_plain_mat &m, int64_t n, int64_t k)
+template <int FMT>
+HX_DEVICE float hx_plain_at(const hx_plain_mat &m, int64_t n, int64_t k)
 {
     const int64_t i = n * m.k + k;
 
@@ -141,14 +149,13 @@ HX_DEVICE void hx_plain_widen8(float w[8], const hx_raw8<FMT> &r, const hx_plain
         for (int j = 0; j < 8; j++)
             w[j] = hx_float_of(u[j]);
     } else if (FMT == HX_FMT_FP8) {
-        const bool one = m.block_k % 128 == 0;
+        const bool block = m.block_k % 128 == 0, eight = m.block_k % 8 == 0;
+        const float first = block ? scale : k < m.k ? hx_plain_scale(m, n, k) : 0.0f;
 
 #pragma unroll
         for (int j = 0; j < 8; j++)
             w[j] = hx_e4m3_to((uint8_t)(u[j / 4] >> (8 * (j % 4)))) *
-                   (one       ? scale
-                    : k < m.k ? hx_plain_scale(m, n, k + j)
-                              : 0.0f);
+                   (eight || k >= m.k ? first : hx_plain_scale(m, n, k + j));
     } else {
 #pragma unroll
         for (int j = 0; j < 8; j++) {

@@ -14,41 +14,44 @@ enum {
     WARPS = 4,
     THREADS = 32 * WARPS,
     BLOCK = HX_CANON_BLOCK,
-    PITCH = BLOCK + 4,   /* floats from block to block in shared memory: no bank conflicts */
-    MAX_ROWS = 4,        /* rows that share a reading of the weights */
-    LEVELS = 10,         /* of the tree over chunks of blocks: up to 2^20 inputs */
-    COLUMN_BLOCKS = 4,   /* of 128 inputs side by side in a transposed product */
-    MAX_PICKS = 1024,    /* of one call of hx_cuda_experts */
+    PITCH =
+        BLOCK + 4, /* floats from block to block in shared memory: no bank conflicts */
+    MAX_ROWS = 4,  /* rows that share a reading of the weights */
+    LEVELS = 10,   /* of the tree over chunks of blocks: up to 2^20 inputs */
+    COLUMN_BLOCKS = 4, /* of 128 inputs side by side in a transposed product */
+    MAX_PICKS = 1024,  /* of one call of hx_cuda_experts */
 };
 
 static const int64_t MAX_GRID_Y = 65535;
 
 static int no_scratch(const hx_cuda *c, const char *op, hx_err *err)
 {
-    return hx_fail(err, HX_EARG,
-                   "%s: %zu bytes of scratch are too few; open the device with larger limits",
-                   op, c->scratch_bytes);
+    return hx_fail(
+        err, HX_EARG,
+        "%s: %zu bytes of scratch are too few; open the device with larger limits", op,
+        c->scratch_bytes);
 }
 
 /* ---- plain products -------------------------------------------------- */
 
-/* y[r, z, o] = sum of W[first + z * stride + o, i] x[r, z, i]. With picks, z is a pick and
- * the matrix that of its expert. */
+/* y[r, z, o] = sum of W[first + z * stride + o, i] x[r, z, i]. With picks, z is a pick
+ * and the matrix that of its expert. */
 struct plain {
     hx_plain_mat m;
     const float *x;
     float *y;
-    int64_t rows, n, ldx, ldy;  /* n outputs */
-    int64_t x_head, y_head;     /* floats from z to z */
+    int64_t rows, n, ldx, ldy; /* n outputs */
+    int64_t x_head, y_head;    /* floats from z to z */
     int64_t first, stride;
-    const int32_t *id;          /* picks: [gridDim.z] */
+    const int32_t *id; /* picks: [gridDim.z] */
     const hx_cuda_expert *expert;
     int64_t n_expert;
-    int which, x_div;           /* 0 gate, 1 up, 2 down; x row of pick z: z / x_div */
-    bool x_wide;                /* x can be copied 16 bytes at a time */
+    int which, x_div; /* 0 gate, 1 up, 2 down; x row of pick z: z / x_div */
+    bool x_wide;      /* x can be copied 16 bytes at a time */
 };
 
-template <int FMT, int RB> __global__ void plain_rows(const __grid_constant__ plain p, int log_l);
+template <int FMT, int RB>
+__global__ void plain_rows(const __grid_constant__ plain p, int log_l);
 
 static int log2_up(int64_t n)
 {
@@ -60,8 +63,8 @@ static int log2_up(int64_t n)
 }
 
 template <int RB>
-static int plain_launch(hx_cuda *c, const char *op, const plain &p, hx_fmt fmt, int64_t nz,
-                        hx_err *err)
+static int plain_launch(hx_cuda *c, const char *op, const plain &p, hx_fmt fmt,
+                        int64_t nz, hx_err *err)
 {
     const int64_t row_groups = hx_ceil_div(p.rows, RB) * nz;
     int log_l = HX_MIN(log2_up(hx_ceil_div(p.m.k, BLOCK)), 5);
@@ -71,12 +74,12 @@ static int plain_launch(hx_cuda *c, const char *op, const plain &p, hx_fmt fmt, 
            hx_ceil_div(p.n, WARPS * (32 >> (log_l - 1))) * row_groups >= 2 * c->n_sm)
         log_l--;
     const int64_t per_block = WARPS * (32 >> log_l);
-    const dim3 grid((unsigned)hx_ceil_div(p.n, per_block), (unsigned)hx_ceil_div(p.rows, RB),
-                    (unsigned)nz);
+    const dim3 grid((unsigned)hx_ceil_div(p.n, per_block),
+                    (unsigned)hx_ceil_div(p.rows, RB), (unsigned)nz);
     const size_t shared = sizeof(float) * ((size_t)RB << log_l) * PITCH;
 
-    HX_PLAIN_SWITCH(fmt, HX_LAUNCH(c, op, err, (plain_rows<FMT, RB>), grid, THREADS, shared, p,
-                                   log_l));
+    HX_PLAIN_SWITCH(fmt, HX_LAUNCH(c, op, err, (plain_rows<FMT, RB>), grid, THREADS,
+                                   shared, p, log_l));
     return 0;
 }
 
@@ -86,7 +89,8 @@ static int plain_product(hx_cuda *c, const char *op, plain p, hx_fmt fmt, int64_
 {
     const int64_t rows = p.rows;
 
-    p.x_wide = (uintptr_t)p.x % 16 == 0 && p.m.k % 4 == 0 && p.ldx % 4 == 0 && p.x_head % 4 == 0;
+    p.x_wide =
+        (uintptr_t)p.x % 16 == 0 && p.m.k % 4 == 0 && p.ldx % 4 == 0 && p.x_head % 4 == 0;
     for (int64_t r = 0; r < rows; r += MAX_GRID_Y) {
         int rc;
 
@@ -120,8 +124,8 @@ HX_DEVICE bool matrix_of(const plain &p, hx_plain_mat *m)
 
 /* Inputs i0 … of RB rows into shared memory, 0 past the end. Whole block. */
 template <int RB>
-HX_DEVICE void stage_inputs(float *xs, const float *x, const plain &p, int64_t r0, int64_t i0,
-                            int log_l)
+HX_DEVICE void stage_inputs(float *xs, const float *x, const plain &p, int64_t r0,
+                            int64_t i0, int log_l)
 {
     __syncthreads();
     if (p.x_wide) {
@@ -178,14 +182,16 @@ __global__ void __launch_bounds__(THREADS)
     const int64_t o = group * (32 >> log_l) + (lane >> log_l);
     const int64_t r0 = (int64_t)blockIdx.y * RB, k = p.m.k;
     const int64_t n_block = (k + BLOCK - 1) / BLOCK;
-    const float *x = p.x + r0 * p.ldx +
-                     (p.id != NULL ? blockIdx.z / p.x_div * p.ldx : blockIdx.z * p.x_head);
+    const float *x =
+        p.x + r0 * p.ldx +
+        (p.id != NULL ? blockIdx.z / p.x_div * p.ldx : blockIdx.z * p.x_head);
     hx_plain_mat m = p.m;
     float level[LEVELS][RB];
 
     if (!matrix_of(p, &m))
         return;
-    const int64_t row = p.first + (int64_t)blockIdx.z * p.stride + (o < p.n ? o : p.n - 1);
+    const int64_t row =
+        p.first + (int64_t)blockIdx.z * p.stride + (o < p.n ? o : p.n - 1);
     const int chunks = (int)((n_block + l - 1) >> log_l);
     for (int c = 0; c < chunks; c++) {
         const int64_t i0 = (int64_t)c << (log_l + 7), mine = i0 + b * BLOCK;
@@ -210,7 +216,8 @@ __global__ void __launch_bounds__(THREADS)
                     for (int s = 0; s < N; s++) {
                         float w[8];
 
-                        hx_plain_widen8<FMT>(w, raw[s], m, row, mine + 8 * (h + s), scale);
+                        hx_plain_widen8<FMT>(w, raw[s], m, row, mine + 8 * (h + s),
+                                             scale);
                         add_lanes<RB>(acc, w, v + 8 * (h + s), PITCH << log_l);
                     }
             }
@@ -272,19 +279,20 @@ template <int FMT, int RB> __global__ void plain_columns(const __grid_constant__
 
 static int column_product(hx_cuda *c, plain p, hx_fmt fmt, int64_t nz, hx_err *err)
 {
-    const int64_t rows = p.rows, blocks = HX_MIN(hx_ceil_div(p.n, BLOCK), (int64_t)COLUMN_BLOCKS);
+    const int64_t rows = p.rows,
+                  blocks = HX_MIN(hx_ceil_div(p.n, BLOCK), (int64_t)COLUMN_BLOCKS);
 
     for (int64_t r = 0; r < rows; r += MAX_GRID_Y) {
         p.rows = HX_MIN(MAX_GRID_Y, rows - r);
         const int rb = p.rows == 1 ? 1 : MAX_ROWS;
-        const dim3 grid((unsigned)hx_ceil_div(p.m.k, 32), (unsigned)hx_ceil_div(p.rows, rb),
-                        (unsigned)nz);
+        const dim3 grid((unsigned)hx_ceil_div(p.m.k, 32),
+                        (unsigned)hx_ceil_div(p.rows, rb), (unsigned)nz);
         const unsigned threads = (unsigned)(32 * blocks);
         const size_t shared = (size_t)(blocks * BLOCK * 32) * hx_plain_bytes(fmt);
 
         if (rb == 1)
-            HX_PLAIN_SWITCH(fmt, HX_LAUNCH(c, "head_matmul", err, (plain_columns<FMT, 1>), grid,
-                                           threads, shared, p))
+            HX_PLAIN_SWITCH(fmt, HX_LAUNCH(c, "head_matmul", err, (plain_columns<FMT, 1>),
+                                           grid, threads, shared, p))
         else
             HX_PLAIN_SWITCH(fmt, HX_LAUNCH(c, "head_matmul", err,
                                            (plain_columns<FMT, MAX_ROWS>), grid, threads,
@@ -302,18 +310,21 @@ template <int FMT> __host__ __device__ constexpr int weight_bytes(void)
 
 /* Starts to copy len rows of 32 columns into the warp's tile, all at once. */
 template <int FMT>
-HX_DEVICE void fetch_tile(char *tile, const hx_plain_mat &m, int64_t row, int64_t col, int len)
+HX_DEVICE void fetch_tile(char *tile, const hx_plain_mat &m, int64_t row, int64_t col,
+                          int len)
 {
     constexpr int row_bytes = 32 * weight_bytes<FMT>(), per = row_bytes / 16;
     const char *from = (const char *)m.w + (row * m.k + col) * weight_bytes<FMT>();
 
     for (int i = threadIdx.x & 31; i < len * per; i += 32)
-        hx_copy16(tile + i * 16, from + i / per * m.k * weight_bytes<FMT>() + i % per * 16, true);
+        hx_copy16(tile + i * 16,
+                  from + i / per * m.k * weight_bytes<FMT>() + i % per * 16, true);
 }
 
 /* Weight of the lane's column in row i of the tile, which is W[row, col]. */
 template <int FMT>
-HX_DEVICE float tile_at(const char *tile, int i, const hx_plain_mat &m, int64_t row, int64_t col)
+HX_DEVICE float tile_at(const char *tile, int i, const hx_plain_mat &m, int64_t row,
+                        int64_t col)
 {
     const int at = i * 32 + (threadIdx.x & 31);
 
@@ -347,7 +358,8 @@ __global__ void __launch_bounds__(32 * COLUMN_BLOCKS)
 
     for (int c = 0; c < chunks; c++) {
         const int64_t i0 = (int64_t)c * COLUMN_BLOCKS * BLOCK;
-        const int here = (int)min((int64_t)COLUMN_BLOCKS, n_block - (int64_t)c * COLUMN_BLOCKS);
+        const int here =
+            (int)min((int64_t)COLUMN_BLOCKS, n_block - (int64_t)c * COLUMN_BLOCKS);
         const int64_t first = i0 + warp * BLOCK;
         const int len = (int)min((int64_t)BLOCK, p.n - first);
         float acc[RB] = {};
@@ -519,8 +531,8 @@ extern "C" int hx_cuda_head_matmul(hx_dev *d, const hx_head_matmul_args *a, hx_e
 
 /* ---- experts --------------------------------------------------------- */
 
-/* Where the experts of a layer lie, on the device: one entry per array of experts that was
- * seen, made anew when the array says something else. */
+/* Where the experts of a layer lie, on the device: one entry per array of experts that
+ * was seen, made anew when the array says something else. */
 typedef struct {
     const hx_expert *key;
     int64_t n;
@@ -541,17 +553,18 @@ enum { N_TABLE = 128 }; /* layers with experts of all models that share the devi
 int hx_cuda_tables_open(hx_cuda *c, const hx_dev_limits *l, hx_err *err)
 {
     const size_t n = (size_t)HX_MAX(l->max_expert, 1);
-    hx_cuda_tables *t = (hx_cuda_tables *)hx_calloc(
-        1, sizeof(hx_cuda_tables) + N_TABLE * sizeof(table));
+    hx_cuda_tables *t =
+        (hx_cuda_tables *)hx_calloc(1, sizeof(hx_cuda_tables) + N_TABLE * sizeof(table));
 
     c->tables = t;
     if (t == NULL || (t->host = hx_new(hx_cuda_expert, N_TABLE * n)) == NULL ||
         (t->now = hx_new(hx_cuda_expert, n)) == NULL)
-        return hx_fail(err, HX_ENOMEM, "device cuda: no memory for tables of %zu experts", n);
+        return hx_fail(err, HX_ENOMEM, "device cuda: no memory for tables of %zu experts",
+                       n);
     t->max_expert = (int64_t)n;
     t->n_table = N_TABLE;
-    if (hx_cuda_alloc_for(&t->dev, N_TABLE * n * sizeof(hx_cuda_expert), "tables of experts",
-                          err) != 0)
+    if (hx_cuda_alloc_for(&t->dev, N_TABLE * n * sizeof(hx_cuda_expert),
+                          "tables of experts", err) != 0)
         return HX_ENOMEM;
     for (int i = 0; i < N_TABLE; i++) {
         t->t[i].host = t->host + (size_t)i * n;
@@ -576,8 +589,8 @@ void hx_cuda_tables_close(hx_cuda *c)
 static hx_cuda_mat mat_of(const hx_mat *m)
 {
     if (m->fmt == HX_FMT_EXL3)
-        return hx_cuda_mat{ m->w, m->suh, m->svh };
-    return hx_cuda_mat{ m->w, m->scale, m->bias };
+        return hx_cuda_mat { m->w, m->suh, m->svh };
+    return hx_cuda_mat { m->w, m->scale, m->bias };
 }
 
 static table *find_table(hx_cuda_tables *t, const hx_expert *key)
@@ -607,17 +620,19 @@ static int expert_table(hx_cuda *c, const hx_moe_args *a, const hx_cuda_expert *
     for (int64_t e = 0; e < a->n_expert; e++) {
         const hx_expert *x = &a->expert[e];
 
-        t->now[e] = hx_cuda_expert{ mat_of(&x->gate), mat_of(&x->up), mat_of(&x->down) };
+        t->now[e] = hx_cuda_expert { mat_of(&x->gate), mat_of(&x->up), mat_of(&x->down) };
     }
     *out = at->dev;
-    if (at->key == a->expert && at->n == a->n_expert && memcmp(at->host, t->now, bytes) == 0)
+    if (at->key == a->expert && at->n == a->n_expert &&
+        memcmp(at->host, t->now, bytes) == 0)
         return 0;
     at->key = a->expert;
     at->n = a->n_expert;
     memcpy(at->host, t->now, bytes);
     hx_cuda_stage *s = hx_cuda_stage_take(c);
     memcpy(s->host, t->now, bytes);
-    cudaError_t rc = cudaMemcpyAsync(at->dev, s->host, bytes, cudaMemcpyHostToDevice, c->stream);
+    cudaError_t rc =
+        cudaMemcpyAsync(at->dev, s->host, bytes, cudaMemcpyHostToDevice, c->stream);
     if (rc == cudaSuccess)
         rc = hx_cuda_stage_done(c, s);
     if (rc == cudaSuccess)
@@ -629,7 +644,8 @@ static int expert_table(hx_cuda *c, const hx_moe_args *a, const hx_cuda_expert *
 static bool same_kind(const hx_mat *a, const hx_mat *b)
 {
     return a->fmt == b->fmt && a->n == b->n && a->k == b->k && a->k2 == b->k2 &&
-           a->codebook == b->codebook && a->block_n == b->block_n && a->block_k == b->block_k;
+           a->codebook == b->codebook && a->block_n == b->block_n &&
+           a->block_k == b->block_k;
 }
 
 /* One kernel serves all experts: they must look alike. */
@@ -639,18 +655,23 @@ static int check_alike(const hx_moe_args *a, hx_err *err)
     const bool exl3 = x[0].gate.fmt == HX_FMT_EXL3;
 
     if (x[0].gate.fmt != x[0].up.fmt || x[0].gate.fmt != x[0].down.fmt ||
-        x[0].gate.codebook != x[0].up.codebook || x[0].gate.codebook != x[0].down.codebook)
-        return hx_fail(err, HX_EUNSUP,
-                       "moe: device cuda takes experts whose three matrices have one format");
+        x[0].gate.codebook != x[0].up.codebook ||
+        x[0].gate.codebook != x[0].down.codebook)
+        return hx_fail(
+            err, HX_EUNSUP,
+            "moe: device cuda takes experts whose three matrices have one format");
     for (int64_t e = 0; e < a->n_expert; e++) {
         if (!same_kind(&x[e].gate, &x[0].gate) || !same_kind(&x[e].up, &x[0].up) ||
             !same_kind(&x[e].down, &x[0].down))
+            return hx_fail(
+                err, HX_EUNSUP,
+                "moe: expert %lld has another format or rate than expert 0; device "
+                "cuda takes experts of one kind",
+                (long long)e);
+        if (exl3 &&
+            (x[e].gate.bias != NULL || x[e].up.bias != NULL || x[e].down.bias != NULL))
             return hx_fail(err, HX_EUNSUP,
-                           "moe: expert %lld has another format or rate than expert 0; device "
-                           "cuda takes experts of one kind",
-                           (long long)e);
-        if (exl3 && (x[e].gate.bias != NULL || x[e].up.bias != NULL || x[e].down.bias != NULL))
-            return hx_fail(err, HX_EUNSUP, "moe: expert %lld has a bias; device cuda takes none",
+                           "moe: expert %lld has a bias; device cuda takes none",
                            (long long)e);
     }
     return 0;
@@ -688,8 +709,8 @@ static int plain_experts(hx_cuda *c, const hx_moe_args *a, const hx_cuda_expert 
     p.y = up;
     if ((rc = plain_product(c, "moe", p, x->gate.fmt, picks, err)) != 0)
         return rc;
-    HX_LAUNCH(c, "moe", err, act_picks, dim3((unsigned)hx_ceil_div(picks * f, THREADS)), THREADS,
-              0, gate, up, picks * f, a->limit);
+    HX_LAUNCH(c, "moe", err, act_picks, dim3((unsigned)hx_ceil_div(picks * f, THREADS)),
+              THREADS, 0, gate, up, picks * f, a->limit);
     p.m = hx_plain_of(&x->down);
     for (int64_t e = 0; e < a->n_expert; e++)
         p.m.wide = p.m.wide && hx_plain_of(&x[e].down).wide;
@@ -712,8 +733,8 @@ __global__ void act_picks(float *gate, const float *up, int64_t n, float limit)
         gate[i] = hx_canon_act(gate[i], up[i], limit);
 }
 
-static hx_cuda_moe experts_of(const hx_moe_args *a, const hx_cuda_expert *expert, int64_t r0,
-                              int64_t rows)
+static hx_cuda_moe experts_of(const hx_moe_args *a, const hx_cuda_expert *expert,
+                              int64_t r0, int64_t rows)
 {
     const hx_expert *x = a->expert;
     hx_cuda_moe m = {};

@@ -5,22 +5,23 @@
  *
  * Nothing is sorted. Ids stand in falling order of value, equal ones by lower id; every
  * question (the k best, the smallest set with some mass, the one that a draw meets) is a
- * beginning of that order. It is found digit by digit of the value's bits, most significant
- * first, with a histogram of counts and masses each. Masses are integers, units of 2^-40 of
- * the best id's weight: their sums are exact, so the order of atomics does not matter. */
+ * beginning of that order. It is found digit by digit of the value's bits, most
+ * significant first, with a histogram of counts and masses each. Masses are integers,
+ * units of 2^-40 of the best id's weight: their sums are exact, so the order of atomics
+ * does not matter. */
 #include "dev/cuda_dev.h"
 
 enum {
     THREADS = 256,
-    CHUNK = 2048,   /* ids of a block */
-    LEVELS = 3,     /* digits of 11, 11 and 10 bits */
+    CHUNK = 2048, /* ids of a block */
+    LEVELS = 3,   /* digits of 11, 11 and 10 bits */
     BINS = 2048,
-    MAX_TOP = 20,   /* ops.c: same bound */
-    MAX_ROWS = 64,  /* of a turn: what the scratch holds */
-    BAD_LOGIT = 1,  /* bits of a status */
+    MAX_TOP = 20,  /* ops.c: same bound */
+    MAX_ROWS = 64, /* of a turn: what the scratch holds */
+    BAD_LOGIT = 1, /* bits of a status */
 };
 
-#define UNIT   0x1p40f /* of a mass: at most 2^22 ids */
+#define UNIT    0x1p40f /* of a mass: at most 2^22 ids */
 #define NO_MASS UINT64_MAX
 
 enum query { TOP_K, TOP_P, DRAW, TOP_N };
@@ -44,14 +45,14 @@ struct search {
 };
 
 struct row_state {
-    uint64_t peak;                     /* order of the best value, ~id */
-    uint64_t count, mass, mass1;       /* of all that is allowed; mass1: at temperature 1 */
+    uint64_t peak;               /* order of the best value, ~id */
+    uint64_t count, mass, mass1; /* of all that is allowed; mass1: at temperature 1 */
     uint64_t likely_count, likely_mass; /* of those that min_p keeps */
     uint64_t kept_count, kept_mass;
     search at[LEVELS];
     uint32_t draw_key, draw_tie, top_key, top_tie; /* the tie-th of value key */
     uint32_t status, n_better;
-    hx_choice better[MAX_TOP];         /* above top_key, in no order */
+    hx_choice better[MAX_TOP]; /* above top_key, in no order */
 };
 
 struct histogram {
@@ -66,9 +67,9 @@ struct call {
     float *scratch, *logprob;
     hx_choice *top;
     int32_t *id;
-    row_state *state;   /* [R] */
-    histogram *hist;    /* [R, LEVELS] */
-    uint2 *tie;         /* [R, 2, chunks]: how many ids have value draw_key, top_key; the first */
+    row_state *state; /* [R] */
+    histogram *hist;  /* [R, LEVELS] */
+    uint2 *tie; /* [R, 2, chunks]: how many ids have value draw_key, top_key; the first */
     int64_t n_vocab, n_token;
     int chunks;
 };
@@ -279,8 +280,8 @@ HX_DEVICE bool asks(const row_param *p, query q)
 }
 
 /* What is kept before a query; min_p comes last, before the draw. */
-HX_DEVICE void kept_before(const row_param *p, const row_state *s, query q, uint64_t *count,
-                           uint64_t *mass)
+HX_DEVICE void kept_before(const row_param *p, const row_state *s, query q,
+                           uint64_t *count, uint64_t *mass)
 {
     const bool none = s->kept_count == 0;
 
@@ -323,7 +324,8 @@ HX_DEVICE int digit_shift(int level)
 
 /* The bin of a histogram where the search ends: its digit is added to a.key, what lies
  * before it to the sums. Returns the bin's count and mass. Whole block. */
-HX_DEVICE void narrow(search *a, const histogram *h, int level, uint64_t *count, uint64_t *mass)
+HX_DEVICE void narrow(search *a, const histogram *h, int level, uint64_t *count,
+                      uint64_t *mass)
 {
     constexpr int per = BINS / THREADS;
     __shared__ uint64_t sums[2][THREADS / 32];
@@ -500,7 +502,7 @@ __global__ void sample_ties(const __grid_constant__ call c)
             atomicMin(&first[1], (uint32_t)i);
         }
         if (top && key < s->top_key)
-            s->better[atomicAdd(&s->n_better, 1u)] = hx_choice{ (int32_t)i, x[i] };
+            s->better[atomicAdd(&s->n_better, 1u)] = hx_choice { (int32_t)i, x[i] };
     }
     __syncthreads();
     if (threadIdx.x < 2)
@@ -509,7 +511,8 @@ __global__ void sample_ties(const __grid_constant__ call c)
 }
 
 /* The tie-th id of value key, from 1 on; one warp. which: 0 draw, 1 top. */
-HX_DEVICE int32_t find_tie(const call &c, int64_t r, int which, uint32_t key, uint32_t tie)
+HX_DEVICE int32_t find_tie(const call &c, int64_t r, int which, uint32_t key,
+                           uint32_t tie)
 {
     const float *x = values_of(c, r);
     const uint2 *at = c.tie + (r * 2 + which) * c.chunks;
@@ -542,8 +545,8 @@ HX_DEVICE int32_t find_tie(const call &c, int64_t r, int which, uint32_t key, ui
             return -1;
     }
     for (int64_t i = (int64_t)chunk * CHUNK; i < c.n_token; i += 32) {
-        const bool hit =
-            i + lane < c.n_token && x[i + lane] > -INFINITY && order_of(x[i + lane]) == key;
+        const bool hit = i + lane < c.n_token && x[i + lane] > -INFINITY &&
+                         order_of(x[i + lane]) == key;
         uint32_t hits = __ballot_sync(~0u, hit);
         const uint32_t n = (uint32_t)__popc(hits);
 
@@ -570,7 +573,7 @@ HX_DEVICE void report_top(const call &c, int64_t r, double norm, hx_choice *list
         const int32_t id = find_tie(c, r, 1, s->top_key, (uint32_t)t);
 
         if (lane == 0)
-            list[n_better + t - 1] = hx_choice{ id, values_of(c, r)[id] };
+            list[n_better + t - 1] = hx_choice { id, values_of(c, r)[id] };
     }
     if (lane < n_better)
         list[lane] = s->better[lane];
@@ -579,7 +582,7 @@ HX_DEVICE void report_top(const call &c, int64_t r, double norm, hx_choice *list
         return;
     hx_choice *out = c.top + r * MAX_TOP;
     if (lane >= n) {
-        out[lane] = hx_choice{ -1, -INFINITY };
+        out[lane] = hx_choice { -1, -INFINITY };
         return;
     }
     const hx_choice me = list[lane];
@@ -587,7 +590,7 @@ HX_DEVICE void report_top(const call &c, int64_t r, double norm, hx_choice *list
     for (int i = 0; i < n; i++)
         rank += list[i].logprob > me.logprob ||
                 (list[i].logprob == me.logprob && list[i].token < me.token);
-    out[rank] = hx_choice{ me.token, (float)((double)me.logprob - norm) };
+    out[rank] = hx_choice { me.token, (float)((double)me.logprob - norm) };
 }
 
 /* One warp for each row. */
@@ -598,11 +601,12 @@ __global__ void sample_answer(const __grid_constant__ call c)
     const row_param *p = &c.row[r];
     const row_state *s = &c.state[r];
     const bool good = is_good(s);
-    int32_t id = s->status != 0 || s->peak != 0 ? HX_SAMPLE_BAD_LOGIT : HX_SAMPLE_ALL_BANNED;
+    int32_t id =
+        s->status != 0 || s->peak != 0 ? HX_SAMPLE_BAD_LOGIT : HX_SAMPLE_ALL_BANNED;
 
     if (good)
         id = p->temperature > 0 ? find_tie(c, r, 0, s->draw_key, s->draw_tie)
-                                : (int32_t)~(uint32_t)s->peak;
+                                : (int32_t) ~(uint32_t)s->peak;
     if (threadIdx.x == 0)
         c.id[r] = id;
     if (!good || !p->weigh)
@@ -629,12 +633,13 @@ static uint32_t pack(char *stage, size_t *used, const void *from, size_t n)
 
 static size_t packed_bytes(const hx_sample_row *s, int64_t n_token)
 {
-    return sizeof(row_param) + (size_t)s->n_hist * 8 + (size_t)s->n_bias * sizeof(hx_bias) +
-           (size_t)s->n_ban * 4 + (s->mask != NULL ? (size_t)hx_ceil_div(n_token, 32) * 4 : 0) +
-           5 * 8;
+    return sizeof(row_param) + (size_t)s->n_hist * 8 +
+           (size_t)s->n_bias * sizeof(hx_bias) + (size_t)s->n_ban * 4 +
+           (s->mask != NULL ? (size_t)hx_ceil_div(n_token, 32) * 4 : 0) + 5 * 8;
 }
 
-static row_param pack_row(const hx_sample_row *s, int64_t n_token, char *stage, size_t *used)
+static row_param pack_row(const hx_sample_row *s, int64_t n_token, char *stage,
+                          size_t *used)
 {
     const size_t words = s->mask != NULL ? (size_t)hx_ceil_div(n_token, 32) : 0;
     row_param p = {};
@@ -697,7 +702,8 @@ static int launch(hx_cuda *d, const call &c, int64_t rows, const needs &n, hx_er
         if (!n.query[order[i]])
             continue;
         for (int level = 0; level < LEVELS; level++)
-            HX_LAUNCH(d, "sample", err, sample_digit, grid, THREADS, 0, c, order[i], level);
+            HX_LAUNCH(d, "sample", err, sample_digit, grid, THREADS, 0, c, order[i],
+                      level);
         HX_LAUNCH(d, "sample", err, sample_found, each, THREADS, 0, c, order[i]);
     }
     if (n.query[DRAW] || n.query[TOP_N])
@@ -708,7 +714,8 @@ static int launch(hx_cuda *d, const call &c, int64_t rows, const needs &n, hx_er
 
 static size_t state_bytes(int64_t chunks)
 {
-    return sizeof(row_state) + LEVELS * sizeof(histogram) + (size_t)chunks * 2 * sizeof(uint2);
+    return sizeof(row_state) + LEVELS * sizeof(histogram) +
+           (size_t)chunks * 2 * sizeof(uint2);
 }
 
 /* Some rows: those that the scratch and a stage hold. */
@@ -741,7 +748,8 @@ static int sample_some(hx_cuda *d, const hx_sample_args *a, int64_t r0, int64_t 
     c.tie = (uint2 *)(c.hist + rows * LEVELS);
     rc = hx_cuda_stage_put(d, stage, used);
     if (rc == cudaSuccess)
-        rc = cudaMemsetAsync(d->scratch, 0, (size_t)((char *)c.tie - d->scratch), d->stream);
+        rc = cudaMemsetAsync(d->scratch, 0, (size_t)((char *)c.tie - d->scratch),
+                             d->stream);
     if (rc != cudaSuccess)
         return hx_cuda_fail(err, "sample", rc);
     const int done = launch(d, c, rows, n, err);
@@ -757,7 +765,8 @@ extern "C" int hx_cuda_sample(hx_dev *d, const hx_sample_args *a, hx_err *err)
     const int64_t most = HX_MIN((int64_t)(c->scratch_bytes / each), (int64_t)MAX_ROWS);
 
     if (a->n_token > 1 << 22 || most < 1)
-        return hx_fail(err, HX_EARG, "sample: %lld ids are more than the device was opened for",
+        return hx_fail(err, HX_EARG,
+                       "sample: %lld ids are more than the device was opened for",
                        (long long)a->n_token);
     for (int64_t r = 0; r < a->rows;) {
         int64_t n = 0;
@@ -767,10 +776,11 @@ extern "C" int hx_cuda_sample(hx_dev *d, const hx_sample_args *a, hx_err *err)
                bytes + packed_bytes(&a->row[r + n], a->n_token) <= c->stage_bytes)
             bytes += packed_bytes(&a->row[r + n++], a->n_token);
         if (n == 0)
-            return hx_fail(err, HX_EARG,
-                           "sample: row %lld: its lists take %zu bytes, at most %zu go with a "
-                           "call",
-                           (long long)r, packed_bytes(&a->row[r], a->n_token), c->stage_bytes);
+            return hx_fail(
+                err, HX_EARG,
+                "sample: row %lld: its lists take %zu bytes, at most %zu go with a "
+                "call",
+                (long long)r, packed_bytes(&a->row[r], a->n_token), c->stage_bytes);
         const int rc = sample_some(c, a, r, n, err);
         if (rc != 0)
             return rc;

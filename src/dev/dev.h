@@ -20,24 +20,27 @@ extern "C" {
 
 /* ---- buffers --------------------------------------------------------- */
 
-typedef struct { void *p; size_t n; } hx_buf;       /* memory of a device; n in bytes */
+typedef struct {
+    void *p;
+    size_t n;
+} hx_buf; /* memory of a device; n in bytes */
 
 /* ---- weight formats -------------------------------------------------- */
 
 /* X(NAME, text, bits of one weight as stored without scales; 0: per matrix).
  * Each has its header fmt_*.h: layout, decode, and how it is stored. */
-#define HX_FORMATS(X)                                                   \
-    X(F32, "f32", 32)                                                   \
-    X(F16, "f16", 16)                                                   \
-    X(BF16, "bf16", 16)                                                 \
-    X(FP8, "fp8_e4m3", 8)                                               \
+#define HX_FORMATS(X)                                                                    \
+    X(F32, "f32", 32)                                                                    \
+    X(F16, "f16", 16)                                                                    \
+    X(BF16, "bf16", 16)                                                                  \
+    X(FP8, "fp8_e4m3", 8)                                                                \
     X(EXL3, "exl3", 0)
 
 typedef enum {
 #define X(name, text, bits) HX_FMT_##name,
     HX_FORMATS(X)
 #undef X
-    HX_N_FMT
+        HX_N_FMT
 } hx_fmt;
 
 typedef enum { HX_CB_3INST, HX_CB_MCG, HX_CB_MUL1, HX_N_CB } hx_codebook;
@@ -45,23 +48,26 @@ typedef enum { HX_CB_3INST, HX_CB_MCG, HX_CB_MUL1, HX_N_CB } hx_codebook;
 /* A weight matrix W[n, k], y = W x (+ bias). Pointers are borrowed (a mapped file or the
  * expert arena) and may have any alignment. */
 typedef struct {
-    hx_fmt         fmt;
-    int64_t        n, k;         /* outputs, inputs of the model */
-    const void    *w;            /* plain formats: [n, k]; EXL3: trellis [k_pad/16, n_pad/16, 8 k2] u16 */
-    const void    *scale;        /* FP8: f32 [ceil(n / block_n), ceil(k / block_k)] */
-    int32_t        block_n, block_k;
-    const void    *suh, *svh;    /* EXL3: f16 [k_pad], [n_pad] */
-    const void    *bias;         /* f16 [n] or NULL */
-    int64_t        n_pad, k_pad; /* EXL3: n, k rounded up to 128 */
-    int32_t        k2;           /* EXL3: twice the bits per weight, 2..16 */
-    hx_codebook    codebook;
+    hx_fmt fmt;
+    int64_t n, k; /* outputs, inputs of the model */
+    const void
+        *w; /* plain formats: [n, k]; EXL3: trellis [k_pad/16, n_pad/16, 8 k2] u16 */
+    const void *scale; /* FP8: f32 [ceil(n / block_n), ceil(k / block_k)] */
+    int32_t block_n, block_k;
+    const void *suh, *svh; /* EXL3: f16 [k_pad], [n_pad] */
+    const void *bias;      /* f16 [n] or NULL */
+    int64_t n_pad, k_pad;  /* EXL3: n, k rounded up to 128 */
+    int32_t k2;            /* EXL3: twice the bits per weight, 2..16 */
+    hx_codebook codebook;
 } hx_mat;
 
 /* One routed expert: down(act(gate x) * up x). */
-typedef struct { hx_mat gate, up, down; } hx_expert;
+typedef struct {
+    hx_mat gate, up, down;
+} hx_expert;
 
 const char *hx_fmt_name(hx_fmt f);
-size_t      hx_mat_bytes(const hx_mat *m);              /* as stored, scales and bias too */
+size_t hx_mat_bytes(const hx_mat *m); /* as stored, scales and bias too */
 /* One row of W as f32 [k], exact: codebook values, scales and rotations in double,
  * rounded once. Slow for EXL3 (decodes a whole 128-column block); for tests and for
  * expanding small matrices. */
@@ -69,7 +75,8 @@ int hx_mat_expand(const hx_mat *m, float *out /* [n, k] */, hx_err *err);
 
 /* ---- rows of a call -------------------------------------------------- */
 
-/* One sequence's rows in a call. Rows of a span are neighbours; spans are in row order. */
+/* One sequence's rows in a call. Rows of a span are neighbours; spans are in row order.
+ */
 typedef struct {
     int32_t slot;        /* whose state, 0..Q-1 */
     int32_t row0, n_row; /* rows row0 .. row0 + n_row - 1 */
@@ -79,57 +86,64 @@ typedef struct {
 } hx_span;
 
 typedef struct {
-    const hx_span *span;     /* [n_span] host memory */
-    int32_t        n_span;
-    int64_t        n_row;    /* R */
-    hx_buf         dev;      /* the same spans in device memory; p NULL: not there, and a device
-                              * that needs them takes them with the call */
+    const hx_span *span; /* [n_span] host memory */
+    int32_t n_span;
+    int64_t n_row; /* R */
+    hx_buf dev;    /* the same spans in device memory; p NULL: not there, and a device
+                    * that needs them takes them with the call */
 } hx_rows;
 
-#define HX_PEND_MAX 8        /* rows a slot can hold pending: one token and its drafts */
-#define HX_PAGE     64       /* positions in a page of sequence memory; the prefill grid */
-#define HX_RING     16       /* raw index keys kept per slot: P - 1 tail tokens + HX_PEND_MAX */
+#define HX_PEND_MAX 8  /* rows a slot can hold pending: one token and its drafts */
+#define HX_PAGE     64 /* positions in a page of sequence memory; the prefill grid */
+#define HX_RING     16 /* raw index keys kept per slot: P - 1 tail tokens + HX_PEND_MAX */
 
 /* How latents and pooled index keys are kept. Values as in hx_kv. */
 typedef enum { HX_CACHE_BF16, HX_CACHE_F32 } hx_cache_fmt;
 
-/* Paged memory of one layer: position c of slot q lies in page table[q * max_page + c / 64]
- * at row c % 64 (latents), and pool p in page (p * P) / 64 at row p % (64 / P). */
+/* Paged memory of one layer: position c of slot q lies in page table[q * max_page + c /
+ * 64] at row c % 64 (latents), and pool p in page (p * P) / 64 at row p % (64 / P). */
 typedef struct {
-    hx_buf         data;         /* [n_page, 64, width] or [n_page, 64 / P, width] */
-    hx_cache_fmt   fmt;
-    int64_t        n_page, width;
-    const int32_t *table;        /* [Q, max_page] host memory; -1: no page */
-    int64_t        max_page;
-    hx_buf         table_dev;    /* the same in device memory; unused where that is the host's */
+    hx_buf data; /* [n_page, 64, width] or [n_page, 64 / P, width] */
+    hx_cache_fmt fmt;
+    int64_t n_page, width;
+    const int32_t *table; /* [Q, max_page] host memory; -1: no page */
+    int64_t max_page;
+    hx_buf table_dev; /* the same in device memory; unused where that is the host's */
 } hx_pages;
 
 /* ---- operations ------------------------------------------------------ */
 
 #define HX_OPS(X)                                                                        \
-    X(embed) X(rmsnorm) X(layernorm) X(matmul) X(head_matmul) X(swiglu)                  \
-    X(hc_mix) X(hc_merge) X(hc_mean) X(conv_short) X(kda_gate) X(kda_step) X(kda_chunk)  \
-    X(kda_out) X(latent_append) X(index_append) X(index_score) X(topk) X(mla_attend)     \
-    X(router) X(moe) X(combine) X(sample)
+    X(embed)                                                                             \
+    X(rmsnorm) X(layernorm) X(matmul) X(head_matmul) X(swiglu) X(hc_mix) X(hc_merge)     \
+        X(hc_mean) X(conv_short) X(kda_gate) X(kda_step) X(kda_chunk) X(kda_out)         \
+            X(latent_append) X(index_append) X(index_score) X(topk) X(mla_attend)        \
+                X(router) X(moe) X(combine) X(sample)
 
 /* y[r, s, :] = table[id[r], :] for every stream s
  * y f32 [R, S, D]; id i32 [R]; table: plain format, n = N, k = D
  * errors HX_EARG: an id outside 0..N-1 */
 typedef struct {
-    hx_buf y, id; const hx_mat *table; int64_t rows, streams;
+    hx_buf y, id;
+    const hx_mat *table;
+    int64_t rows, streams;
 } hx_embed_args;
 
 /* y[r,:] = x[r,:] / sqrt(mean(x[r,:]^2) + eps) * w
  * x, y f32, rows ldx, ldy apart (>= dim; y may be x); w f32 [dim] or p NULL (all ones)
  * source Zhang & Sennrich 2019, eq. 4; glm5_next.md 2 */
 typedef struct {
-    hx_buf y, x, w; int64_t rows, dim, ldx, ldy; float eps;
+    hx_buf y, x, w;
+    int64_t rows, dim, ldx, ldy;
+    float eps;
 } hx_rmsnorm_args;
 
 /* y = (x - mean) / sqrt(var + eps) * w + b, biased variance; as rmsnorm otherwise
  * source glm5_next.md 6 (index keys) */
 typedef struct {
-    hx_buf y, x, w, b; int64_t rows, dim, ldx, ldy; float eps;
+    hx_buf y, x, w, b;
+    int64_t rows, dim, ldx, ldy;
+    float eps;
 } hx_layernorm_args;
 
 /* y[r, 0..n) = W x[r, 0..k) (+ bias)
@@ -137,65 +151,82 @@ typedef struct {
  * The arithmetic is canonical (canon.h, one text for host and device): the same bits on
  * every backend and instruction set, but for ref, which is plain double. */
 typedef struct {
-    hx_buf y, x; const hx_mat *w; int64_t rows, ldx, ldy;
+    hx_buf y, x;
+    const hx_mat *w;
+    int64_t rows, ldx, ldy;
 } hx_matmul_args;
 
-/* Per head h, with W_h = rows h*stride + first .. + n - 1 of W (plain formats, k columns):
- *   transposed = 0:  y[r, h, 0..n) = W_h x[r, h, 0..k)          (values from latents)
- *   transposed = 1:  y[r, h, 0..k) = W_h^T x[r, h, 0..n)        (absorbed queries)
+/* Per head h, with W_h = rows h*stride + first .. + n - 1 of W (plain formats, k
+ * columns): transposed = 0:  y[r, h, 0..n) = W_h x[r, h, 0..k)          (values from
+ * latents) transposed = 1:  y[r, h, 0..k) = W_h^T x[r, h, 0..n)        (absorbed queries)
  * y, x f32 [R, H, .] dense. source glm5_next.md 5, absorbed form */
 typedef struct {
-    hx_buf y, x; const hx_mat *w; int64_t rows, heads, n, stride, first; bool transposed;
+    hx_buf y, x;
+    const hx_mat *w;
+    int64_t rows, heads, n, stride, first;
+    bool transposed;
 } hx_head_matmul_args;
 
 /* y = silu(min(gate, limit)) * clamp(up, -limit, limit); limit 0: no clamp
  * y, gate, up f32 [R, dim]; y may be gate. source glm5_next.md 7 */
 typedef struct {
-    hx_buf y, gate, up; int64_t rows, dim; float limit;
+    hx_buf y, gate, up;
+    int64_t rows, dim;
+    float limit;
 } hx_swiglu_args;
 
 /* mHC: collapses S streams to the layer's input and makes the maps for hc_merge.
  *   f = flatten(streams[r]); m = fn (f / sqrt(mean f^2 + norm_eps))
- *   pre = sigmoid(m[0..S) * scale[0] + base) + eps; post = 2 sigmoid(m[S..2S) * scale[1] + base)
- *   comb = Sinkhorn(softmax_j(m[2S..) * scale[2] + base) + eps): iters column and
+ *   pre = sigmoid(m[0..S) * scale[0] + base) + eps; post = 2 sigmoid(m[S..2S) * scale[1]
+ * + base) comb = Sinkhorn(softmax_j(m[2S..) * scale[2] + base) + eps): iters column and
  *          iters - 1 row normalisations, columns first; every divisor + eps
  *   x[r] = sum_s pre[s] streams[r, s]
- * x f32 [R, D]; post f32 [R, S]; comb f32 [R, S, S] (row = source stream); streams f32 [R, S, D];
- * fn plain format n = S (2 + S), k = S D; base f32 [S (2 + S)]; scale f32 [3].
+ * x f32 [R, D]; post f32 [R, S]; comb f32 [R, S, S] (row = source stream); streams f32
+ * [R, S, D]; fn plain format n = S (2 + S), k = S D; base f32 [S (2 + S)]; scale f32 [3].
  * S = 1 with fn NULL: x = streams, post = comb = 1. source glm5_next.md 3 */
 typedef struct {
-    hx_buf x, post, comb, streams, base, scale; const hx_mat *fn;
-    int64_t rows, streams_n, dim; float norm_eps, eps; int32_t iters;
+    hx_buf x, post, comb, streams, base, scale;
+    const hx_mat *fn;
+    int64_t rows, streams_n, dim;
+    float norm_eps, eps;
+    int32_t iters;
 } hx_hc_mix_args;
 
 /* streams[r, j] = post[r, j] y[r] + sum_i comb[r, i, j] streams[r, i], in place
  * y f32 [R, D]. source glm5_next.md 3 (mind the transpose) */
 typedef struct {
-    hx_buf streams, y, post, comb; int64_t rows, streams_n, dim;
+    hx_buf streams, y, post, comb;
+    int64_t rows, streams_n, dim;
 } hx_hc_merge_args;
 
 /* y[r] = mean over streams; y f32 [R, D], streams f32 [R, S, D] */
 typedef struct {
-    hx_buf y, streams; int64_t rows, streams_n, dim;
+    hx_buf y, streams;
+    int64_t rows, streams_n, dim;
 } hx_hc_mean_args;
 
 /* Causal depthwise convolution over time, then SiLU:
- *   y[t, c] = silu(sum_{j < taps} w[c, j] u[t - taps + 1 + j, c]), u before the sequence is 0
- * y, u f32 [R, C]; w f32 [C, taps], taps <= 8; state f32 [Q, taps - 1, C]: the last raw
- * inputs, oldest first; pend f32 [Q, HX_PEND_MAX, C].
- * First each span folds its first commit pending rows into the state. hold: the new rows
- * become the slot's pending rows and the state stays (decode; n_row <= HX_PEND_MAX);
- * otherwise the state moves on past them (prefill). A span with n_row 0 only folds.
- * A span with pos0 = 0 starts from zeros (commit must be 0). source glm5_next.md 4, step 2 */
+ *   y[t, c] = silu(sum_{j < taps} w[c, j] u[t - taps + 1 + j, c]), u before the sequence
+ * is 0 y, u f32 [R, C]; w f32 [C, taps], taps <= 8; state f32 [Q, taps - 1, C]: the last
+ * raw inputs, oldest first; pend f32 [Q, HX_PEND_MAX, C]. First each span folds its first
+ * commit pending rows into the state. hold: the new rows become the slot's pending rows
+ * and the state stays (decode; n_row <= HX_PEND_MAX); otherwise the state moves on past
+ * them (prefill). A span with n_row 0 only folds. A span with pos0 = 0 starts from zeros
+ * (commit must be 0). source glm5_next.md 4, step 2 */
 typedef struct {
-    hx_buf y, u, w, state, pend; hx_rows rows; int64_t channels, taps; bool hold;
+    hx_buf y, u, w, state, pend;
+    hx_rows rows;
+    int64_t channels, taps;
+    bool hold;
 } hx_conv_short_args;
 
-/* g[r, h, d] = bound * sigmoid(exp(a_log[h]) * (f[r, h, d] + dt_bias[h, d])); beta = sigmoid(b)
- * g, f f32 [R, H, K] (g may be f); beta, b f32 [R, H] (beta may be b); a_log f32 [H]; dt_bias f32 [H, K];
- * bound < 0. source glm5_next.md 4, steps 3 and 4 */
+/* g[r, h, d] = bound * sigmoid(exp(a_log[h]) * (f[r, h, d] + dt_bias[h, d])); beta =
+ * sigmoid(b) g, f f32 [R, H, K] (g may be f); beta, b f32 [R, H] (beta may be b); a_log
+ * f32 [H]; dt_bias f32 [H, K]; bound < 0. source glm5_next.md 4, steps 3 and 4 */
 typedef struct {
-    hx_buf g, beta, f, b, a_log, dt_bias; int64_t rows, heads, width; float bound;
+    hx_buf g, beta, f, b, a_log, dt_bias;
+    int64_t rows, heads, width;
+    float bound;
 } hx_kda_gate_args;
 
 /* Gated delta rule, one row after the other (decode). Per span and head, K = V = width:
@@ -204,108 +235,143 @@ typedef struct {
  *   S = diag(exp g) S;  u = S^T k';  S += k' (beta (v - u))^T;  o = S^T q'
  * The state keeps only what was folded; the new rows become the slot's pending rows, so
  * R rows give the bits of R serial steps and rejected drafts cost nothing.
- * o f32 [R, H, V]; q, k, v: f32, row r head h at p + (r * ld + h * width) floats (slices of the conv output);
- * g f32 [R, H, K]; beta f32 [R, H]; state f32 [Q, H, K, V];
- * pend f32 [Q, HX_PEND_MAX, H, 3 width + 1]: k', v, g, beta.
- * n_row <= HX_PEND_MAX; 0 only folds. pos0 = 0 starts from zeros. source glm5_next.md 4, steps 5 and 6 */
+ * o f32 [R, H, V]; q, k, v: f32, row r head h at p + (r * ld + h * width) floats (slices
+ * of the conv output); g f32 [R, H, K]; beta f32 [R, H]; state f32 [Q, H, K, V]; pend f32
+ * [Q, HX_PEND_MAX, H, 3 width + 1]: k', v, g, beta. n_row <= HX_PEND_MAX; 0 only folds.
+ * pos0 = 0 starts from zeros. source glm5_next.md 4, steps 5 and 6 */
 typedef struct {
-    hx_buf o, q, k, v, g, beta, state, pend; hx_rows rows; int64_t heads, width, ld;
+    hx_buf o, q, k, v, g, beta, state, pend;
+    hx_rows rows;
+    int64_t heads, width, ld;
 } hx_kda_step_args;
 
-/* The same recurrence in chunked form (prefill): folds pending rows, then blocks of up to 64
- * rows cut at multiples of 64 of the position; the state moves on past all rows. Equal to kda_step in real
- * arithmetic. Arguments as kda_step. source glm5_next.md 4, chunked form */
+/* The same recurrence in chunked form (prefill): folds pending rows, then blocks of up to
+ * 64 rows cut at multiples of 64 of the position; the state moves on past all rows. Equal
+ * to kda_step in real arithmetic. Arguments as kda_step. source glm5_next.md 4, chunked
+ * form */
 typedef hx_kda_step_args hx_kda_chunk_args;
 
 /* y = w * o / sqrt(mean_head(o^2) + eps) * sigmoid(z)
  * y, o, z f32 [R, H, V] (y may be o); w f32 [V]. source glm5_next.md 4, step 7 */
 typedef struct {
-    hx_buf y, o, z, w; int64_t rows, heads, width; float eps;
+    hx_buf y, o, z, w;
+    int64_t rows, heads, width;
+    float eps;
 } hx_kda_out_args;
 
 /* Stores c[r] (f32, rows ldc apart) at its position. source glm5_next.md 5, cache */
 typedef struct {
-    hx_buf c; int64_t ldc; hx_pages cache; hx_rows rows;
+    hx_buf c;
+    int64_t ldc;
+    hx_pages cache;
+    hx_rows rows;
 } hx_latent_append_args;
 
 /* Records raw index keys and makes the pooled key of every pool that becomes complete:
- *   a[s, c] = softmax_s(gate[4p + s, c] + ape[s, c]);  P_p[c] = sum_s a[s, c] key[4p + s, c]
- * key, gate f32 [R, I]; ape f32 [P, I]; ring f32 [Q, HX_RING, 2, I]: key and gate of position c at
- * c % HX_RING, kept so that decode can go back; pool pages f32 or bf16. P <= 8.
- * source glm5_next.md 6 */
+ *   a[s, c] = softmax_s(gate[4p + s, c] + ape[s, c]);  P_p[c] = sum_s a[s, c] key[4p + s,
+ * c] key, gate f32 [R, I]; ape f32 [P, I]; ring f32 [Q, HX_RING, 2, I]: key and gate of
+ * position c at c % HX_RING, kept so that decode can go back; pool pages f32 or bf16. P
+ * <= 8. source glm5_next.md 6 */
 typedef struct {
-    hx_buf key, gate, ape, ring; hx_pages pool; hx_rows rows; int64_t pool_n;
+    hx_buf key, gate, ape, ring;
+    hx_pages pool;
+    hx_rows rows;
+    int64_t pool_n;
 } hx_index_append_args;
 
-/* score[r, p] = sum_h w[r, h] * max(0, (q[r, h] . P_p) * scale) over pools with (p + 1) * P - 1 <= position
- * score f32 [R, ld_score]; entries past the last visible pool are not written; q f32 [R, H, I]; w f32 [R, H] times w_scale */
+/* score[r, p] = sum_h w[r, h] * max(0, (q[r, h] . P_p) * scale) over pools with (p + 1) *
+ * P - 1 <= position score f32 [R, ld_score]; entries past the last visible pool are not
+ * written; q f32 [R, H, I]; w f32 [R, H] times w_scale */
 typedef struct {
-    hx_buf score, q, w; hx_pages pool; hx_rows rows;
-    int64_t heads, pool_n, ld_score; float scale, w_scale;
+    hx_buf score, q, w;
+    hx_pages pool;
+    hx_rows rows;
+    int64_t heads, pool_n, ld_score;
+    float scale, w_scale;
 } hx_index_score_args;
 
-/* The k best of the first (position + 1) / pool_n scores of each row, higher first, equal ones by lower
- * index; written in ascending index order. pick i32 [R, k]; n_pick i32 [R] = min(k, visible) */
+/* The k best of the first (position + 1) / pool_n scores of each row, higher first, equal
+ * ones by lower index; written in ascending index order. pick i32 [R, k]; n_pick i32 [R]
+ * = min(k, visible) */
 typedef struct {
-    hx_buf pick, n_pick, score; hx_rows rows; int64_t k, pool_n, ld_score;
+    hx_buf pick, n_pick, score;
+    hx_rows rows;
+    int64_t k, pool_n, ld_score;
 } hx_topk_args;
 
-/* Attention over latents: z[r, h] = sum_c p_c cache[c], p = softmax(scale q[r, h] . cache[c])
- * over c in ascending order: pick.p NULL: all c <= position; else the P tokens of each picked pool, and the
- * tail, the last (position + 1) mod P tokens.
- * z, q f32 [R, H, Z]; pick i32 [R, k_pick], n_pick i32 [R]. source glm5_next.md 5, 6 */
+/* Attention over latents: z[r, h] = sum_c p_c cache[c], p = softmax(scale q[r, h] .
+ * cache[c]) over c in ascending order: pick.p NULL: all c <= position; else the P tokens
+ * of each picked pool, and the tail, the last (position + 1) mod P tokens. z, q f32 [R,
+ * H, Z]; pick i32 [R, k_pick], n_pick i32 [R]. source glm5_next.md 5, 6 */
 typedef struct {
-    hx_buf z, q, pick, n_pick; hx_pages cache; hx_rows rows;
-    int64_t heads, k_pick, pool_n; float scale;
+    hx_buf z, q, pick, n_pick;
+    hx_pages cache;
+    hx_rows rows;
+    int64_t heads, k_pick, pool_n;
+    float scale;
 } hx_mla_attend_args;
 
-/* Sigmoid router: sc = sigmoid(W x); the A largest of sc + bias (equal: lower id first) in falling order;
- * weight = sc / (sum of picked sc + 1e-20) * factor
- * id i32 [R, A]; weight f32 [R, A]; x f32 [R, D]; w: plain format n = E; bias f32 [E];
- * score f32 [R, E] scratch, holds sc afterwards. source glm5_next.md 7 */
+/* Sigmoid router: sc = sigmoid(W x); the A largest of sc + bias (equal: lower id first)
+ * in falling order; weight = sc / (sum of picked sc + 1e-20) * factor id i32 [R, A];
+ * weight f32 [R, A]; x f32 [R, D]; w: plain format n = E; bias f32 [E]; score f32 [R, E]
+ * scratch, holds sc afterwards. source glm5_next.md 7 */
 typedef struct {
-    hx_buf id, weight, x, bias, score; const hx_mat *w; int64_t rows, active; float factor;
+    hx_buf id, weight, x, bias, score;
+    const hx_mat *w;
+    int64_t rows, active;
+    float factor;
 } hx_router_args;
 
 /* y[r, a] = down_e(silu(min(gate_e x[r], limit)) * clamp(up_e x[r])), e = id[r, a]
- * y f32 [R, A, D]; x f32 [R, D]; id i32 [R, A], entries < 0 leave y[r, a] as it is; experts: host array [E].
- * Where an expert runs and how many rows it gets does not change a bit. source glm5_next.md 7; exl3.md 9.1 */
+ * y f32 [R, A, D]; x f32 [R, D]; id i32 [R, A], entries < 0 leave y[r, a] as it is;
+ * experts: host array [E]. Where an expert runs and how many rows it gets does not change
+ * a bit. source glm5_next.md 7; exl3.md 9.1 */
 typedef struct {
-    hx_buf y, x, id; const hx_expert *expert; int64_t n_expert, rows, active; float limit;
+    hx_buf y, x, id;
+    const hx_expert *expert;
+    int64_t n_expert, rows, active;
+    float limit;
 } hx_moe_args;
 
-/* y[r] = base[r] + weight[r, 0] part[r, 0] + weight[r, 1] part[r, 1] + …, one fused multiply-add after the
- * other in the order of the picks. y, base f32 [R, D] (y may be base); part f32 [R, A, D] */
+/* y[r] = base[r] + weight[r, 0] part[r, 0] + weight[r, 1] part[r, 1] + …, one fused
+ * multiply-add after the other in the order of the picks. y, base f32 [R, D] (y may be
+ * base); part f32 [R, A, D] */
 typedef struct {
-    hx_buf y, base, part, weight; int64_t rows, active, dim;
+    hx_buf y, base, part, weight;
+    int64_t rows, active, dim;
 } hx_combine_args;
 
 /* How one row is sampled. Pointers are host memory. */
 typedef struct {
-    float    temperature;               /* 0: greedy */
-    float    top_p, min_p;              /* 0 or 1: off */
-    int32_t  top_k;                     /* 0: off */
-    float    repeat, presence, frequency;
-    const int32_t *hist_id;             /* [n_hist] distinct ids seen so far */
-    const int32_t *hist_count;          /* [n_hist] times in the answer (0: prompt only) */
-    int32_t  n_hist;
-    const hx_bias *bias; int32_t n_bias;
-    const uint32_t *mask;               /* [ceil(N / 32)] bit 1: allowed; or NULL */
-    const int32_t *ban; int32_t n_ban;  /* ids not allowed now (end ids before min_new) */
-    uint64_t seed, counter;             /* the draw is hx_rng_unit(seed, counter) */
-    int32_t  n_top;                     /* 0..20 */
-    bool     want_logprob;
+    float temperature;  /* 0: greedy */
+    float top_p, min_p; /* 0 or 1: off */
+    int32_t top_k;      /* 0: off */
+    float repeat, presence, frequency;
+    const int32_t *hist_id;    /* [n_hist] distinct ids seen so far */
+    const int32_t *hist_count; /* [n_hist] times in the answer (0: prompt only) */
+    int32_t n_hist;
+    const hx_bias *bias;
+    int32_t n_bias;
+    const uint32_t *mask; /* [ceil(N / 32)] bit 1: allowed; or NULL */
+    const int32_t *ban;
+    int32_t n_ban;          /* ids not allowed now (end ids before min_new) */
+    uint64_t seed, counter; /* the draw is hx_rng_unit(seed, counter) */
+    int32_t n_top;          /* 0..20 */
+    bool want_logprob;
 } hx_sample_row;
 
-/* Chooses one id per row from logits f32 [R, N], ids >= n_token never. In this order: repetition penalty
- * (positive logits divided, negative multiplied) over hist, frequency * count and presence over
- * ids with count > 0, bias, mask and bans; logprob and top are the log-softmax of that, before
- * temperature. Then temperature, top-k, top-p (smallest set with mass >= top_p), min-p (of the best), draw by
- * inverse cumulative sum over the kept ids in falling order of probability (equal: lower id first). Greedy: the largest, lower id
- * first. id i32 [R]; logprob f32 [R]; top: hx_choice [R, 20]; scratch f32 [R, 2 N].
- * errors HX_EARG: a row whose every id is banned or whose logits hold NaN: the sentence says which row */
+/* Chooses one id per row from logits f32 [R, N], ids >= n_token never. In this order:
+ * repetition penalty (positive logits divided, negative multiplied) over hist, frequency
+ * * count and presence over ids with count > 0, bias, mask and bans; logprob and top are
+ * the log-softmax of that, before temperature. Then temperature, top-k, top-p (smallest
+ * set with mass >= top_p), min-p (of the best), draw by inverse cumulative sum over the
+ * kept ids in falling order of probability (equal: lower id first). Greedy: the largest,
+ * lower id first. id i32 [R]; logprob f32 [R]; top: hx_choice [R, 20]; scratch f32 [R, 2
+ * N]. errors HX_EARG: a row whose every id is banned or whose logits hold NaN: the
+ * sentence says which row */
 typedef struct {
-    hx_buf id, logprob, top, logits, scratch; const hx_sample_row *row;
+    hx_buf id, logprob, top, logits, scratch;
+    const hx_sample_row *row;
     int64_t rows, n_vocab, n_token;
 } hx_sample_args;
 
@@ -314,13 +380,13 @@ typedef struct {
 typedef struct hx_dev hx_dev;
 
 typedef struct {
-    const char *name;            /* "cpu", "ref", "cuda" */
-    /* Memory of its own; all NULL where device memory is host memory. put and get are ordered
-     * with the operations; get waits for them. */
-    int  (*alloc)(hx_dev *, hx_buf *out, size_t bytes, hx_err *);
+    const char *name; /* "cpu", "ref", "cuda" */
+    /* Memory of its own; all NULL where device memory is host memory. put and get are
+     * ordered with the operations; get waits for them. */
+    int (*alloc)(hx_dev *, hx_buf *out, size_t bytes, hx_err *);
     void (*free)(hx_dev *, hx_buf *);
-    int  (*put)(hx_dev *, hx_buf to, const void *from, size_t bytes, hx_err *);
-    int  (*get)(hx_dev *, void *to, hx_buf from, size_t bytes, hx_err *);
+    int (*put)(hx_dev *, hx_buf to, const void *from, size_t bytes, hx_err *);
+    int (*get)(hx_dev *, void *to, hx_buf from, size_t bytes, hx_err *);
 #define X(op) int (*op)(hx_dev *, const hx_##op##_args *, hx_err *);
     HX_OPS(X)
 #undef X
@@ -328,34 +394,37 @@ typedef struct {
 
 struct hx_dev {
     const hx_dev_ops *ops;
-    const char       *isa;       /* "avx512", "avx2", "scalar", "double" */
-    hx_pool          *pool;      /* owned */
-    void             *scratch;   /* [scratch_bytes] of the backend; fixed at open */
-    size_t            scratch_bytes;
-    int               level;     /* hx_isa of the cpu backend */
-    void             *own;       /* the cuda backend's state */
-    char              text[64];  /* "cpu (avx2, 2 threads)" */
+    const char *isa; /* "avx512", "avx2", "scalar", "double" */
+    hx_pool *pool;   /* owned */
+    void *scratch;   /* [scratch_bytes] of the backend; fixed at open */
+    size_t scratch_bytes;
+    int level;     /* hx_isa of the cpu backend */
+    void *own;     /* the cuda backend's state */
+    char text[64]; /* "cpu (avx2, 2 threads)" */
 };
 
 /* What the largest call will need; sizes the scratch so that no operation allocates. */
-typedef struct { int64_t max_rows, max_k, max_n, max_active, max_expert, max_heads, max_ctx; } hx_dev_limits;
+typedef struct {
+    int64_t max_rows, max_k, max_n, max_active, max_expert, max_heads, max_ctx;
+} hx_dev_limits;
 
 typedef struct {
-    const char *name, *isa, *cpus;   /* as in hx_options; NULL: default */
-    int32_t     n_threads;
+    const char *name, *isa, *cpus; /* as in hx_options; NULL: default */
+    int32_t n_threads;
     hx_dev_limits limits;
 } hx_dev_opt;
 
 /* Errors: HX_EARG (unknown name or isa, this CPU lacks it), HX_ENOMEM, HX_EUNSUP (which
  * operation the device lacks). */
-int  hx_dev_open(hx_dev **out, const hx_dev_opt *opt, hx_err *err);
+int hx_dev_open(hx_dev **out, const hx_dev_opt *opt, hx_err *err);
 void hx_dev_close(hx_dev *d);
 
-/* Zeroed memory on the device, and copies to and from it. is_host: buffers are plain memory. */
-int  hx_dev_alloc(hx_dev *d, hx_buf *out, size_t bytes, hx_err *err);
+/* Zeroed memory on the device, and copies to and from it. is_host: buffers are plain
+ * memory. */
+int hx_dev_alloc(hx_dev *d, hx_buf *out, size_t bytes, hx_err *err);
 void hx_dev_free(hx_dev *d, hx_buf *b);
-int  hx_dev_put(hx_dev *d, hx_buf to, const void *from, size_t bytes, hx_err *err);
-int  hx_dev_get(hx_dev *d, void *to, hx_buf from, size_t bytes, hx_err *err);
+int hx_dev_put(hx_dev *d, hx_buf to, const void *from, size_t bytes, hx_err *err);
+int hx_dev_get(hx_dev *d, void *to, hx_buf from, size_t bytes, hx_err *err);
 bool hx_dev_is_host(const hx_dev *d);
 
 /* One checked entry per operation. Thread: the one that owns the device. */
@@ -367,7 +436,7 @@ HX_OPS(X)
 static inline hx_buf hx_buf_at(hx_buf b, size_t offset_bytes)
 {
     hx_assert(offset_bytes <= b.n);
-    return (hx_buf){ (char *)b.p + offset_bytes, b.n - offset_bytes };
+    return (hx_buf) { (char *)b.p + offset_bytes, b.n - offset_bytes };
 }
 
 #ifdef __cplusplus

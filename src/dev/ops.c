@@ -722,12 +722,13 @@ static int unknown_device(const char *name, hx_err *err)
     const bool cuda = strncmp(name, "cuda", 4) == 0 && (name[4] == 0 || name[4] == ':');
 
     if (cuda)
-        return hx_fail(err, HX_EUNSUP,
-                       "device %s: this program was built without CUDA; build it where nvcc "
-                       "is installed, or use the device cpu",
-                       name);
-    return hx_fail(err, HX_EARG, "device %s: unknown; there are cpu, ref, cuda and cuda:N",
-                   name);
+        return hx_fail(
+            err, HX_EUNSUP,
+            "device %s: this program was built without CUDA; build it where nvcc "
+            "is installed, or use the device cpu",
+            name);
+    return hx_fail(err, HX_EARG,
+                   "device %s: unknown; there are cpu, ref, cuda and cuda:N", name);
 }
 
 /* An operation that the table lacks, or NULL. */

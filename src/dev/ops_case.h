@@ -654,7 +654,8 @@ static void fill_sample(trial *t, hx_sample_args *a)
         .fmt = HX_CACHE_##FMT, .width = W                                                \
     }
 
-OP_CASES(embed, .nmse = 0, .same_bits = true, .canonical = true, .why = "one value, at most one rounding") {
+OP_CASES(embed, .nmse = 0, .same_bits = true, .canonical = true,
+         .why = "one value, at most one rounding") {
     { .rows = 1, .streams = 1, .table = MAT(F32, 1, 1) },
     { .rows = 5, .streams = 4, .table = MAT(BF16, 37, 129) },
     { .rows = 3, .streams = 2, .table = MAT(F16, 9, 17) },
@@ -741,7 +742,8 @@ VECTORS(matmul) {
     { .rows = 2, .w = EXL3(100, 128, 2, 3INST) },
 };
 
-OP_CASES(head_matmul, .nmse = 1e-12, .same_bits = true, .canonical = true, .why = "f32 FMAs in a tree") {
+OP_CASES(head_matmul, .nmse = 1e-12, .same_bits = true, .canonical = true,
+         .why = "f32 FMAs in a tree") {
     { .rows = 1, .heads = 1, .n = 1, .stride = 1, .w = MAT(F32, 1, 1) },
     { .rows = 3, .heads = 3, .n = 5, .stride = 11, .first = 2, .w = MAT(BF16, 30, 67) },
     { .rows = 3,
@@ -1104,7 +1106,8 @@ VECTORS(moe) {
     { .rows = 3, .active = 2, .n_expert = 3, .expert = EXPERT(BF16, 4, 3), .limit = 2.5f }
 };
 
-OP_CASES(combine, .nmse = 1e-13, .same_bits = true, .canonical = true, .why = "A f32 FMAs") {
+OP_CASES(combine, .nmse = 1e-13, .same_bits = true, .canonical = true,
+         .why = "A f32 FMAs") {
     { .rows = 1, .active = 1, .dim = 1 },
     { .rows = 3, .active = 4, .dim = 131 },
     { .rows = 9, .active = 8, .dim = 4096 },

@@ -4,8 +4,8 @@
  * and thread count, with poisoned outputs and guarded buffers. One set of vectors that do
  * not come from this program (tests/data/ops). Then what the operations promise about
  * each other. `ops_test --bench [OP]` times the cases of the same table, `ops_test
- * PATTERN` runs the tests whose names match; `--gpu` before either: only what is needed to
- * judge a GPU. */
+ * PATTERN` runs the tests whose names match; `--gpu` before either: only what is needed
+ * to judge a GPU. */
 #include "dev/ops_case.h"
 
 enum { BIG_BYTES = 4 << 20 }; /* cases that move more run once on a device */

@@ -8,11 +8,12 @@
 
 #include "engine/engine.h"
 
-#define TEXT_FILE_MAX  (256u << 20)
+#define TEXT_FILE_MAX (256u << 20)
 
 /* ---- open ------------------------------------------------------------- */
 
-static int read_text(const char *dir, const char *name, char **out, size_t *n, hx_err *err)
+static int read_text(const char *dir, const char *name, char **out, size_t *n,
+                     hx_err *err)
 {
     char path[4096];
 
@@ -33,7 +34,7 @@ static int read_json(const char *dir, const char *name, hx_json **out, hx_err *e
     *out = NULL;
     if ((rc = read_text(dir, name, &text, &n, err)) != 0 || text == NULL)
         return rc;
-    if ((rc = hx_json_parse(out, (hx_str){ text, n }, 0, &why)) != 0)
+    if ((rc = hx_json_parse(out, (hx_str) { text, n }, 0, &why)) != 0)
         hx_fail(err, rc, "%s: %.200s", name, why.msg);
     hx_free(text);
     return rc;
@@ -47,18 +48,21 @@ static int open_tokenizer(hx_engine *e, const char *dir, hx_err *err)
 
     if ((rc = read_text(dir, "tokenizer.json", &text, &n, err)) != 0 || text == NULL)
         return rc;
-    rc = hx_tok_open(&e->tok, (hx_str){ text, n }, "tokenizer.json", err);
+    rc = hx_tok_open(&e->tok, (hx_str) { text, n }, "tokenizer.json", err);
     hx_free(text);
     if (rc != 0)
         return rc;
     e->info.n_token = hx_tok_count(e->tok);
     if (e->info.n_token > e->info.n_vocab)
-        return hx_fail(err, HX_EFORMAT, "tokenizer.json: %d ids, but the output matrix has %d rows",
+        return hx_fail(err, HX_EFORMAT,
+                       "tokenizer.json: %d ids, but the output matrix has %d rows",
                        e->info.n_token, e->info.n_vocab);
     for (int32_t i = 0; i < e->info.n_token; i++)
         if (hx_tok_bytes(e->tok, i).n > HX_TOKEN_BYTES)
-            return hx_fail(err, HX_ELIMIT, "tokenizer.json: token %d has %zu bytes, at most %d are supported",
-                           i, hx_tok_bytes(e->tok, i).n, HX_TOKEN_BYTES);
+            return hx_fail(
+                err, HX_ELIMIT,
+                "tokenizer.json: token %d has %zu bytes, at most %d are supported", i,
+                hx_tok_bytes(e->tok, i).n, HX_TOKEN_BYTES);
     return 0;
 }
 
@@ -74,7 +78,7 @@ static int open_template(hx_engine *e, const char *dir, hx_err *err)
 
     if ((rc = read_text(dir, name, &text, &n, err)) != 0)
         return rc;
-    source = (hx_str){ text, n };
+    source = (hx_str) { text, n };
     if (text == NULL) {
         if ((rc = read_json(dir, "tokenizer_config.json", &config, err)) != 0)
             return rc;
@@ -91,8 +95,8 @@ static int open_template(hx_engine *e, const char *dir, hx_err *err)
 static int add_eos(hx_engine *e, int64_t id, const char *file, hx_err *err)
 {
     if (id < 0 || id >= e->info.n_vocab)
-        return hx_fail(err, HX_EFORMAT, "%s: eos_token_id %lld: expected an id below %d", file,
-                       (long long)id, e->info.n_vocab);
+        return hx_fail(err, HX_EFORMAT, "%s: eos_token_id %lld: expected an id below %d",
+                       file, (long long)id, e->info.n_vocab);
     for (int32_t i = 0; i < e->info.n_eos; i++)
         if (e->eos[i] == id)
             return 0;
@@ -116,8 +120,10 @@ static int read_generation(hx_engine *e, const char *dir, hx_err *err)
     eos = hx_json_get(g, "eos_token_id");
     if (rc == 0 && hx_json_kind(eos) == HX_JSON_INT)
         rc = add_eos(e, hx_json_int(eos, -1), "generation_config.json", err);
-    for (size_t i = 0; rc == 0 && hx_json_kind(eos) == HX_JSON_ARRAY && i < hx_json_len(eos); i++)
-        rc = add_eos(e, hx_json_int(hx_json_at(eos, i), -1), "generation_config.json", err);
+    for (size_t i = 0;
+         rc == 0 && hx_json_kind(eos) == HX_JSON_ARRAY && i < hx_json_len(eos); i++)
+        rc = add_eos(e, hx_json_int(hx_json_at(eos, i), -1), "generation_config.json",
+                     err);
     for (int32_t i = 0; rc == 0 && e->info.n_eos == 0 && i < d->n_eos; i++)
         rc = add_eos(e, d->eos[i], "config.json", err);
     hx_json_free(g);
@@ -131,7 +137,8 @@ static int plan_cache(hx_engine *e, const hx_options *opt, int32_t *n_page, hx_e
     const hx_cache_fmt fmt = opt->kv == HX_KV_F32 ? HX_CACHE_F32 : HX_CACHE_BF16;
     const uint64_t page = HX_MAX(hx_cache_page_bytes(d, fmt), 1);
     const uint64_t slots = (uint64_t)e->info.max_streams * hx_cache_slot_bytes(d);
-    const uint64_t budget = opt->cache_bytes != 0 ? opt->cache_bytes : hx_sys_mem_bytes() / 4;
+    const uint64_t budget =
+        opt->cache_bytes != 0 ? opt->cache_bytes : hx_sys_mem_bytes() / 4;
     const int64_t ctx = opt->ctx_tokens != 0 ? opt->ctx_tokens : d->ctx_trained;
     const int64_t per_seq = (ctx + HX_PAGE - 1) / HX_PAGE;
     const uint64_t fit = budget > slots ? (budget - slots) / page : 0;
@@ -139,14 +146,18 @@ static int plan_cache(hx_engine *e, const hx_options *opt, int32_t *n_page, hx_e
 
     if (pages < 1 || (opt->ctx_tokens != 0 && pages < per_seq))
         return hx_fail(err, HX_ENOMEM,
-                       "sequence memory: one sequence of %lld tokens needs %llu MB beside %llu MB for %d streams, the budget is %llu MB; lower --ctx or --streams, or raise --cache",
-                       (long long)ctx, (unsigned long long)((uint64_t)per_seq * page >> 20),
+                       "sequence memory: one sequence of %lld tokens needs %llu MB "
+                       "beside %llu MB for %d streams, the budget is %llu MB; lower "
+                       "--ctx or --streams, or raise --cache",
+                       (long long)ctx,
+                       (unsigned long long)((uint64_t)per_seq * page >> 20),
                        (unsigned long long)(slots >> 20), e->info.max_streams,
                        (unsigned long long)(budget >> 20));
     e->info.ctx_tokens = HX_MIN(ctx, pages * HX_PAGE);
     *n_page = (int32_t)pages;
     if (e->info.ctx_tokens > d->ctx_trained)
-        hx_log(HX_LOG_WARN, "context %lld is longer than the %lld tokens the model was trained on",
+        hx_log(HX_LOG_WARN,
+               "context %lld is longer than the %lld tokens the model was trained on",
                (long long)e->info.ctx_tokens, (long long)d->ctx_trained);
     return 0;
 }
@@ -162,24 +173,31 @@ static int open_device(hx_engine *e, const hx_options *opt, hx_err *err)
 
     if ((rc = plan_cache(e, opt, &n_page, err)) != 0)
         return rc;
-    const hx_dev_opt dev = { .name = opt->device, .isa = opt->cpu_isa, .cpus = opt->cpus,
+    const hx_dev_opt dev = { .name = opt->device,
+                             .isa = opt->cpu_isa,
+                             .cpus = opt->cpus,
                              .n_threads = opt->n_threads,
                              .limits = hx_model_limits(d, rows, e->info.ctx_tokens) };
     if ((rc = hx_dev_open(&e->dev, &dev, err)) != 0 ||
         (rc = hx_model_place(e->model, e->dev, err)) != 0 ||
-        (rc = hx_cache_open(&e->cache, d, e->dev, e->info.max_streams, e->info.ctx_tokens, n_page, fmt,
-                            err)) != 0 ||
-        (rc = hx_graph_open(&e->decode, e->model, e->dev, e->cache, n, n, e->info.ctx_tokens, err)) != 0 ||
-        (rc = hx_graph_open(&e->prefill, e->model, e->dev, e->cache, HX_PREFILL_ROWS, HX_SCORE_ROWS,
+        (rc = hx_cache_open(&e->cache, d, e->dev, e->info.max_streams, e->info.ctx_tokens,
+                            n_page, fmt, err)) != 0 ||
+        (rc = hx_graph_open(&e->decode, e->model, e->dev, e->cache, n, n,
                             e->info.ctx_tokens, err)) != 0 ||
+        (rc = hx_graph_open(&e->prefill, e->model, e->dev, e->cache, HX_PREFILL_ROWS,
+                            HX_SCORE_ROWS, e->info.ctx_tokens, err)) != 0 ||
         (rc = hx_dev_alloc(e->dev, &e->out_id, (size_t)n * sizeof(int32_t), err)) != 0 ||
-        (rc = hx_dev_alloc(e->dev, &e->out_logprob, (size_t)n * sizeof(float), err)) != 0 ||
-        (rc = hx_dev_alloc(e->dev, &e->out_top, (size_t)n * HX_TOP_MAX * sizeof(hx_choice), err)) != 0)
+        (rc = hx_dev_alloc(e->dev, &e->out_logprob, (size_t)n * sizeof(float), err)) !=
+            0 ||
+        (rc = hx_dev_alloc(e->dev, &e->out_top,
+                           (size_t)n * HX_TOP_MAX * sizeof(hx_choice), err)) != 0)
         return rc;
     e->info.cache_bytes = e->cache->bytes;
-    e->info.work_bytes = hx_graph_bytes(e->decode) + hx_graph_bytes(e->prefill) + e->dev->scratch_bytes;
+    e->info.work_bytes =
+        hx_graph_bytes(e->decode) + hx_graph_bytes(e->prefill) + e->dev->scratch_bytes;
     e->info.device = e->dev->text;
-    return hx_dev_alloc(e->dev, &e->out_scratch, (size_t)n * 2 * (size_t)d->n_vocab * sizeof(float), err);
+    return hx_dev_alloc(e->dev, &e->out_scratch,
+                        (size_t)n * 2 * (size_t)d->n_vocab * sizeof(float), err);
 }
 
 static void describe(hx_engine *e, const char *dir)
@@ -211,7 +229,8 @@ static int open_rest(hx_engine *e, const hx_options *opt, hx_err *err)
     const int32_t n = e->info.max_streams;
     int rc;
 
-    if ((rc = hx_model_open(&e->model, opt->model_dir, opt->on_load, opt->on_load_ud, err)) != 0)
+    if ((rc = hx_model_open(&e->model, opt->model_dir, opt->on_load, opt->on_load_ud,
+                            err)) != 0)
         return rc;
     describe(e, opt->model_dir);
     if (!hx_model_is_synthetic(opt->model_dir) &&
@@ -227,10 +246,10 @@ static int open_rest(hx_engine *e, const hx_options *opt, hx_err *err)
     e->row = hx_new(hx_sample_row, n);
     e->span = hx_new(hx_span, n);
     e->id = hx_new(int32_t, n);
-    e->score_logit = hx_new(float, HX_SCORE_ROWS * (int64_t)e->info.n_vocab);
+    e->score_logit = hx_new(float, HX_SCORE_ROWS *(int64_t)e->info.n_vocab);
     e->score_hidden = hx_new(float, HX_SCORE_ROWS * e->model->desc.width);
-    if (!e->wait || !e->run || !e->row_of || !e->row || !e->span || !e->id || !e->score_logit ||
-        !e->score_hidden)
+    if (!e->wait || !e->run || !e->row_of || !e->row || !e->span || !e->id ||
+        !e->score_logit || !e->score_hidden)
         return hx_fail(err, HX_ENOMEM, "engine: no memory for its tables");
     if (pthread_create(&e->thread, NULL, hx_sched_run, e) != 0)
         return hx_fail(err, HX_EIO, "engine: the system refuses another thread");
@@ -244,12 +263,13 @@ int hx_open(hx_engine **out, const hx_options *opt, hx_err *err)
     int rc;
 
     *out = NULL;
-    if (opt->max_streams < 0 || opt->max_streams > 64 || opt->ctx_tokens < 0 || opt->max_queue < 0 ||
-        opt->max_queue > 1 << 20 || opt->n_threads < 0)
+    if (opt->max_streams < 0 || opt->max_streams > 64 || opt->ctx_tokens < 0 ||
+        opt->max_queue < 0 || opt->max_queue > 1 << 20 || opt->n_threads < 0)
         return hx_fail(err, HX_EARG,
-                       "options: %d streams (0..64), %lld context tokens, %lld queue places, %d threads; none may be negative",
-                       opt->max_streams, (long long)opt->ctx_tokens, (long long)opt->max_queue,
-                       opt->n_threads);
+                       "options: %d streams (0..64), %lld context tokens, %lld queue "
+                       "places, %d threads; none may be negative",
+                       opt->max_streams, (long long)opt->ctx_tokens,
+                       (long long)opt->max_queue, opt->n_threads);
     if ((e = hx_new(hx_engine, 1)) == NULL)
         return hx_fail(err, HX_ENOMEM, "engine: no memory");
     pthread_mutex_init(&e->lock, NULL);
@@ -356,7 +376,7 @@ hx_str hx_token_bytes(const hx_engine *e, int32_t id, bool *special)
 {
     if (special != NULL)
         *special = e->tok != NULL && hx_tok_is_special(e->tok, id);
-    return e->tok != NULL ? hx_tok_bytes(e->tok, id) : (hx_str){ NULL, 0 };
+    return e->tok != NULL ? hx_tok_bytes(e->tok, id) : (hx_str) { NULL, 0 };
 }
 
 int32_t hx_token_id(const hx_engine *e, hx_str text)
@@ -364,8 +384,8 @@ int32_t hx_token_id(const hx_engine *e, hx_str text)
     return e->tok != NULL ? hx_tok_find(e->tok, text) : -1;
 }
 
-int hx_render(hx_engine *e, hx_str json, const hx_render_opt *opt, int32_t **out, int64_t *n_out,
-              char **text_out, hx_err *err)
+int hx_render(hx_engine *e, hx_str json, const hx_render_opt *opt, int32_t **out,
+              int64_t *n_out, char **text_out, hx_err *err)
 {
     hx_json *vars = NULL;
     hx_sb text = { 0 }, user = { 0 };
@@ -375,24 +395,26 @@ int hx_render(hx_engine *e, hx_str json, const hx_render_opt *opt, int32_t **out
     *out = NULL;
     *n_out = 0;
     if (e->chat == NULL || e->tok == NULL)
-        return hx_fail(err, HX_EUNSUP, "model %s has no %s; send a raw prompt instead", e->name,
-                       e->tok == NULL ? "tokenizer" : "chat template");
+        return hx_fail(err, HX_EUNSUP, "model %s has no %s; send a raw prompt instead",
+                       e->name, e->tok == NULL ? "tokenizer" : "chat template");
     if ((rc = hx_json_parse(&vars, json, 128, err)) != 0)
         return rc;
     const hx_jinja_opt jopt = { .now_s = (int64_t)time(NULL) };
     if ((rc = hx_jinja_run(e->chat, vars, &jopt, &text, &user, err)) != 0)
         goto done;
     const hx_tok_opt topt = { .special = true,
-                              .user = opt != NULL && opt->official ? NULL : (const uint8_t *)user.p };
+                              .user = opt != NULL && opt->official
+                                          ? NULL
+                                          : (const uint8_t *)user.p };
     if (text.n > 0)
-        rc = hx_tok_encode(e->tok, (hx_str){ text.p, text.n }, &topt, &ids, err);
+        rc = hx_tok_encode(e->tok, (hx_str) { text.p, text.n }, &topt, &ids, err);
     if (rc == 0) {
         *out = ids.p;
         *n_out = ids.n;
-        ids = (hx_ids){ 0 };
+        ids = (hx_ids) { 0 };
         if (text_out != NULL) {
             *text_out = text.p;
-            text = (hx_sb){ 0 };
+            text = (hx_sb) { 0 };
         }
     }
 done:
@@ -405,12 +427,13 @@ done:
 
 /* ---- submit ----------------------------------------------------------- */
 
-static int check_ids(const hx_engine *e, const int32_t *id, int64_t n, const char *what, hx_err *err)
+static int check_ids(const hx_engine *e, const int32_t *id, int64_t n, const char *what,
+                     hx_err *err)
 {
     for (int64_t i = 0; i < n; i++)
         if (id[i] < 0 || id[i] >= e->info.n_vocab)
-            return hx_fail(err, HX_EARG, "%s[%lld]: id %d, expected 0..%d", what, (long long)i, id[i],
-                           e->info.n_vocab - 1);
+            return hx_fail(err, HX_EARG, "%s[%lld]: id %d, expected 0..%d", what,
+                           (long long)i, id[i], e->info.n_vocab - 1);
     return 0;
 }
 
@@ -430,7 +453,8 @@ static int check_request(const hx_engine *e, const hx_request *r, hx_err *err)
         return hx_fail(err, HX_EARG, "prompt: empty; at least one token is needed");
     if (r->n_tokens >= e->info.ctx_tokens)
         return hx_fail(err, HX_ELIMIT,
-                       "prompt: %lld tokens do not fit the context of %lld tokens (one is needed for the answer)",
+                       "prompt: %lld tokens do not fit the context of %lld tokens (one "
+                       "is needed for the answer)",
                        (long long)r->n_tokens, (long long)e->info.ctx_tokens);
     if ((rc = check_ids(e, r->tokens, r->n_tokens, "prompt", err)) != 0 ||
         (rc = check_ids(e, r->stop_ids, r->n_stop_ids, "stop_token_ids", err)) != 0 ||
@@ -439,8 +463,10 @@ static int check_request(const hx_engine *e, const hx_request *r, hx_err *err)
         (rc = check_range(r->min_p, 0, 1, "min_p", err)) != 0 ||
         (rc = check_range(r->top_k, 0, INT32_MAX, "top_k", err)) != 0 ||
         (rc = check_range(r->repeat_penalty, 0, 100, "repetition_penalty", err)) != 0 ||
-        (rc = check_range(r->presence_penalty, -100, 100, "presence_penalty", err)) != 0 ||
-        (rc = check_range(r->frequency_penalty, -100, 100, "frequency_penalty", err)) != 0 ||
+        (rc = check_range(r->presence_penalty, -100, 100, "presence_penalty", err)) !=
+            0 ||
+        (rc = check_range(r->frequency_penalty, -100, 100, "frequency_penalty", err)) !=
+            0 ||
         (rc = check_range(r->n_top, 0, HX_TOP_MAX, "top_logprobs", err)) != 0 ||
         (rc = check_range(r->n_bias, 0, 4096, "logit_bias entries", err)) != 0 ||
         (rc = check_range(r->n_stop, 0, HX_STOP_MAX, "stop texts", err)) != 0 ||
@@ -455,8 +481,8 @@ static int check_request(const hx_engine *e, const hx_request *r, hx_err *err)
             return rc;
     for (int32_t i = 0; i < r->n_stop; i++)
         if (r->stop[i].n < 1 || r->stop[i].n > HX_STOP_BYTES)
-            return hx_fail(err, HX_EARG, "stop[%d]: %zu bytes, expected 1..%d", i, r->stop[i].n,
-                           HX_STOP_BYTES);
+            return hx_fail(err, HX_EARG, "stop[%d]: %zu bytes, expected 1..%d", i,
+                           r->stop[i].n, HX_STOP_BYTES);
     return 0;
 }
 
@@ -475,10 +501,12 @@ static bool copy_request(hx_stream *s, const hx_request *r)
     hx_str *stop;
 
     s->req = *r;
-    s->req.tokens = NULL;            /* in s->token */
+    s->req.tokens = NULL; /* in s->token */
     s->req.bias = dup_array(&s->arena, r->bias, (size_t)r->n_bias, sizeof *r->bias);
-    s->req.stop_ids = dup_array(&s->arena, r->stop_ids, (size_t)r->n_stop_ids, sizeof *r->stop_ids);
-    s->req.stop = stop = dup_array(&s->arena, r->stop, (size_t)r->n_stop, sizeof *r->stop);
+    s->req.stop_ids =
+        dup_array(&s->arena, r->stop_ids, (size_t)r->n_stop_ids, sizeof *r->stop_ids);
+    s->req.stop = stop =
+        dup_array(&s->arena, r->stop, (size_t)r->n_stop, sizeof *r->stop);
     for (int32_t i = 0; stop != NULL && i < r->n_stop; i++)
         if ((stop[i].p = hx_arena_dup(&s->arena, r->stop[i].p, r->stop[i].n)) == NULL)
             return false;
@@ -496,11 +524,12 @@ static bool alloc_stream(hx_stream *s, int64_t n_top)
     s->ev_end = hx_new(int32_t, HX_RING_TOKENS);
     s->ev_logprob = hx_new(float, HX_RING_TOKENS);
     s->ev_bytes = hx_new(char, s->ring_bytes_cap);
-    if (n_top > 0 && (s->ev_top = hx_new(hx_choice, (size_t)(HX_RING_TOKENS * n_top))) == NULL)
+    if (n_top > 0 &&
+        (s->ev_top = hx_new(hx_choice, (size_t)(HX_RING_TOKENS * n_top))) == NULL)
         return false;
     s->token = hx_new(int32_t, s->n_prompt + s->max_new);
-    return s->ring && s->ring_bytes && s->ev_token && s->ev_end && s->ev_logprob && s->ev_bytes &&
-           s->token;
+    return s->ring && s->ring_bytes && s->ev_token && s->ev_end && s->ev_logprob &&
+           s->ev_bytes && s->token;
 }
 
 void hx_engine_stream_destroy(hx_stream *s)
@@ -551,7 +580,8 @@ static int stream_new(hx_engine *e, const hx_request *r, hx_stream **out, hx_err
     s->n_prompt = s->n_token = r->n_tokens;
     s->max_new = r->max_new == 0 ? room : HX_MIN(r->max_new, room);
     if (!alloc_stream(s, r->n_top) || !copy_request(s, r))
-        rc = hx_fail(err, HX_ENOMEM, "request: no memory for %lld tokens", (long long)r->n_tokens);
+        rc = hx_fail(err, HX_ENOMEM, "request: no memory for %lld tokens",
+                     (long long)r->n_tokens);
     else
         rc = hx_sample_open(s, err);
     if (rc != 0) {
@@ -642,7 +672,7 @@ static void take_tokens(hx_stream *s, hx_event *ev)
     ev->kind = HX_EV_TOKENS;
     ev->tokens = s->ev_token;
     ev->n_tokens = s->n_ring;
-    ev->bytes = (hx_str){ s->ev_bytes, s->n_ring_bytes };
+    ev->bytes = (hx_str) { s->ev_bytes, s->n_ring_bytes };
     ev->end = s->ev_end;
     ev->logprob = s->req.want_logprobs ? s->ev_logprob : NULL;
     ev->top = n_top > 0 ? s->ev_top : NULL;
@@ -652,7 +682,7 @@ static void take_tokens(hx_stream *s, hx_event *ev)
 
 static bool take_event(hx_stream *s, hx_event *ev)
 {
-    *ev = (hx_event){ 0 };
+    *ev = (hx_event) { 0 };
     fill_common(s, ev);
     if (s->n_ring > 0) {
         const bool was_high = s->n_ring >= HX_RING_HIGH;
@@ -714,7 +744,8 @@ int hx_force(hx_stream *s, const int32_t *tokens, int32_t n, hx_err *err)
     int rc;
 
     if (n < 1 || n > (int32_t)HX_LEN(s->force))
-        return hx_fail(err, HX_EARG, "forced tokens: %d, expected 1..%zu", n, HX_LEN(s->force));
+        return hx_fail(err, HX_EARG, "forced tokens: %d, expected 1..%zu", n,
+                       HX_LEN(s->force));
     if ((rc = check_ids(s->engine, tokens, n, "forced tokens", err)) != 0)
         return rc;
     pthread_mutex_lock(&s->engine->lock);
@@ -766,7 +797,8 @@ int hx_score(hx_engine *e, const hx_score_args *a, hx_err *err)
     int rc;
 
     if (a->from < 0 || a->from >= a->n_tokens || a->n_top < 0 || a->n_top > HX_TOP_MAX)
-        return hx_fail(err, HX_EARG, "score: from position %lld of %lld, %d alternatives (0..%d)",
+        return hx_fail(err, HX_EARG,
+                       "score: from position %lld of %lld, %d alternatives (0..%d)",
                        (long long)a->from, (long long)a->n_tokens, a->n_top, HX_TOP_MAX);
     if ((rc = check_request(e, &r, err)) != 0 ||
         (rc = check_ids(e, a->ids, a->n_ids, "ids", err)) != 0 ||
@@ -792,15 +824,18 @@ int hx_score(hx_engine *e, const hx_score_args *a, hx_err *err)
 void hx_get_status(hx_engine *e, hx_status *out)
 {
     pthread_mutex_lock(&e->lock);
-    *out = (hx_status){ .running = e->n_running, .waiting = e->n_waiting,
-                        .pages = e->cache->n_page, .pages_used = e->pages_reserved, .steps = e->steps };
+    *out = (hx_status) { .running = e->n_running,
+                         .waiting = e->n_waiting,
+                         .pages = e->cache->n_page,
+                         .pages_used = e->pages_reserved,
+                         .steps = e->steps };
     pthread_mutex_unlock(&e->lock);
 }
 
 static void gauge(hx_sb *b, const char *name, const char *help, int64_t v)
 {
-    hx_sb_printf(b, "# HELP hoist_%s %s\n# TYPE hoist_%s gauge\nhoist_%s %lld\n", name, help, name,
-                 name, (long long)v);
+    hx_sb_printf(b, "# HELP hoist_%s %s\n# TYPE hoist_%s gauge\nhoist_%s %lld\n", name,
+                 help, name, name, (long long)v);
 }
 
 int64_t hx_metrics(hx_engine *e, char *out, int64_t cap)

@@ -1,8 +1,9 @@
-/* engine.h - what the engine's files share: streams, the inbox, scheduler and sampler state.
+/* engine.h - what the engine's files share: streams, the inbox, scheduler and sampler
+ * state.
  *
- * One thread, the engine's, owns everything mutable about generation. Other threads reach it
- * through the inbox (submit, cancel) and read each stream's ring; engine.lock guards both and
- * nothing is computed under it. */
+ * One thread, the engine's, owns everything mutable about generation. Other threads reach
+ * it through the inbox (submit, cancel) and read each stream's ring; engine.lock guards
+ * both and nothing is computed under it. */
 #ifndef HX_ENGINE_H
 #define HX_ENGINE_H
 
@@ -12,35 +13,38 @@
 #include "model/model.h"
 #include "text/text.h"
 
-#define HX_RING_TOKENS   512       /* tokens that fit the ring of a stream */
-#define HX_RING_HIGH     240       /* a reader so far behind pauses its stream: what a stop text
-                                    * holds back must still fit */
+#define HX_RING_TOKENS 512 /* tokens that fit the ring of a stream */
+#define HX_RING_HIGH                                                                     \
+    240 /* a reader so far behind pauses its stream: what a stop text                    \
+         * holds back must still fit */
 #define HX_RING_BYTES_HIGH 8192
-#define HX_TOKEN_BYTES   512       /* of one token; longer ones are refused at open */
-#define HX_SCORE_ROWS    16        /* logits rows computed together when scoring */
-#define HX_TOP_MAX       20
-#define HX_STOP_MAX      16        /* stop texts of a request */
-#define HX_STOP_BYTES    256       /* of one stop text */
-#define HX_STALL_US      (60 * 1000000LL)  /* a reader that takes nothing for so long is dropped */
-#define HX_PREFILL_ROWS  256       /* rows of a prefill chunk: whole blocks of the 64-token grid */
-#define HX_SLICE_US      10000     /* prefill works so long before decode rows get their turn */
+#define HX_TOKEN_BYTES     512 /* of one token; longer ones are refused at open */
+#define HX_SCORE_ROWS      16  /* logits rows computed together when scoring */
+#define HX_TOP_MAX         20
+#define HX_STOP_MAX        16  /* stop texts of a request */
+#define HX_STOP_BYTES      256 /* of one stop text */
+#define HX_STALL_US                                                                      \
+    (60 * 1000000LL) /* a reader that takes nothing for so long is dropped */
+#define HX_PREFILL_ROWS                                                                  \
+    256                   /* rows of a prefill chunk: whole blocks of the 64-token grid */
+#define HX_SLICE_US 10000 /* prefill works so long before decode rows get their turn */
 
 /* ---- sampling state (sample.c) ---------------------------------------- */
 
 /* Ids seen so far with their counts; only kept when a penalty asks for it. */
 typedef struct {
-    int32_t *id, *count;     /* [n] */
-    int32_t *at;             /* [n_vocab] index + 1 of an id, 0: not seen */
-    int32_t  n;
-    bool     on;
+    int32_t *id, *count; /* [n] */
+    int32_t *at;         /* [n_vocab] index + 1 of an id, 0: not seen */
+    int32_t n;
+    bool on;
 } hx_history;
 
 /* Finds stop texts in the bytes of the answer and tells how much of them is certain. */
 typedef struct {
-    hx_str  stop[HX_STOP_MAX];
+    hx_str stop[HX_STOP_MAX];
     int32_t n_stop;
-    char   *held;            /* [cap] bytes not yet certain */
-    size_t  n_held, cap;
+    char *held; /* [cap] bytes not yet certain */
+    size_t n_held, cap;
 } hx_stopper;
 
 /* ---- streams ---------------------------------------------------------- */
@@ -48,111 +52,112 @@ typedef struct {
 typedef enum { HX_SEQ_QUEUED, HX_SEQ_PREFILL, HX_SEQ_DECODE, HX_SEQ_ENDED } hx_seq_state;
 
 typedef struct {
-    int32_t   token;
-    float     logprob;
-    int32_t   n_bytes;       /* of its text; fewer than the token has when a stop text cut it */
+    int32_t token;
+    float logprob;
+    int32_t n_bytes; /* of its text; fewer than the token has when a stop text cut it */
     hx_choice top[HX_TOP_MAX];
 } hx_out_token;
 
 struct hx_stream {
-    hx_engine   *engine;
-    hx_request   req;                  /* arrays live in arena */
-    hx_arena     arena;
-    const hx_score_args *score;        /* a scoring call, else NULL; the caller waits */
+    hx_engine *engine;
+    hx_request req; /* arrays live in arena */
+    hx_arena arena;
+    const hx_score_args *score; /* a scoring call, else NULL; the caller waits */
 
     /* the engine thread's */
     hx_seq_state state;
-    hx_stream   *next;                 /* in the inbox */
-    int32_t      slot;                 /* -1: none */
-    int32_t      pages;                /* reserved */
-    int32_t     *token;                /* [n_token, cap = n_tokens + max_new] prompt and answer */
-    int64_t      n_token, n_prompt, n_done;      /* n_done: of token, computed */
-    int64_t      max_new;
-    uint64_t     order;                /* of arrival */
-    hx_history   hist;
-    hx_stopper   stopper;
-    hx_out_token pend[HX_STOP_BYTES + 8];        /* tokens held back for a stop text */
-    int32_t      n_pend;
-    int32_t      ban[64 + HX_STOP_MAX], n_ban;   /* end ids */
-    int64_t      stalled_us;           /* since when the ring is full; 0: it is not */
+    hx_stream *next; /* in the inbox */
+    int32_t slot;    /* -1: none */
+    int32_t pages;   /* reserved */
+    int32_t *token;  /* [n_token, cap = n_tokens + max_new] prompt and answer */
+    int64_t n_token, n_prompt, n_done; /* n_done: of token, computed */
+    int64_t max_new;
+    uint64_t order; /* of arrival */
+    hx_history hist;
+    hx_stopper stopper;
+    hx_out_token pend[HX_STOP_BYTES + 8]; /* tokens held back for a stop text */
+    int32_t n_pend;
+    int32_t ban[64 + HX_STOP_MAX], n_ban; /* end ids */
+    int64_t stalled_us;                   /* since when the ring is full; 0: it is not */
 
     /* under engine->lock */
-    hx_out_token *ring;                /* [HX_RING_TOKENS] */
-    char         *ring_bytes;          /* [ring_bytes_cap] text of the tokens in the ring */
-    size_t        n_ring_bytes, ring_bytes_cap;
-    int32_t       n_ring;
-    hx_event      end;                 /* kind DONE or ERROR once ended */
-    bool          ended, cancelled, freed, progress;
-    int32_t       force[64], n_force, force_at;
-    int64_t       prefilled, generated, queue;
-    hx_times      times;
-    void        (*ready)(void *ud);
-    void         *ready_ud;
+    hx_out_token *ring; /* [HX_RING_TOKENS] */
+    char *ring_bytes;   /* [ring_bytes_cap] text of the tokens in the ring */
+    size_t n_ring_bytes, ring_bytes_cap;
+    int32_t n_ring;
+    hx_event end; /* kind DONE or ERROR once ended */
+    bool ended, cancelled, freed, progress;
+    int32_t force[64], n_force, force_at;
+    int64_t prefilled, generated, queue;
+    hx_times times;
+    void (*ready)(void *ud);
+    void *ready_ud;
     pthread_cond_t cond;
 
     /* the reader's: what the last event points to */
-    int32_t      *ev_token, *ev_end;
-    float        *ev_logprob;
-    hx_choice    *ev_top;
-    char         *ev_bytes;
+    int32_t *ev_token, *ev_end;
+    float *ev_logprob;
+    hx_choice *ev_top;
+    char *ev_bytes;
 };
 
 /* ---- engine ----------------------------------------------------------- */
 
 struct hx_engine {
-    hx_info       info;
-    char          name[256], arch[64];
-    int32_t       eos[32];
-    hx_model     *model;
-    hx_dev       *dev;
-    hx_cache     *cache;
-    hx_graph     *decode, *prefill;
-    hx_tok       *tok;                 /* NULL: the folder has no tokenizer */
-    hx_jinja     *chat;                /* NULL: no template */
+    hx_info info;
+    char name[256], arch[64];
+    int32_t eos[32];
+    hx_model *model;
+    hx_dev *dev;
+    hx_cache *cache;
+    hx_graph *decode, *prefill;
+    hx_tok *tok;    /* NULL: the folder has no tokenizer */
+    hx_jinja *chat; /* NULL: no template */
 
     pthread_mutex_t lock;
-    pthread_cond_t  wake;
-    pthread_t       thread;
-    bool            started;
-    _Atomic bool    nudge;             /* inbox or a cancel flag has something new */
+    pthread_cond_t wake;
+    pthread_t thread;
+    bool started;
+    _Atomic bool nudge; /* inbox or a cancel flag has something new */
 
     /* under lock */
-    hx_stream    *inbox, *inbox_last;
-    int64_t       n_waiting, n_running;
-    bool          closing;
-    int64_t       steps;
+    hx_stream *inbox, *inbox_last;
+    int64_t n_waiting, n_running;
+    bool closing;
+    int64_t steps;
 
     /* the engine thread's */
-    hx_stream   **wait;                /* [max_queue] by priority, then arrival */
-    int64_t       n_wait;
-    hx_stream   **run;                 /* [max_streams] */
-    int32_t       n_run;
-    int32_t       pages_reserved;
-    uint64_t      next_order;
-    hx_stream    *chunk;               /* whose prefill chunk is between layers */
-    int64_t       chunk_layer, chunk_rows;
-    hx_batch      chunk_batch;
-    hx_span       chunk_span;
-    hx_sample_row *row;                /* [max_streams] */
-    hx_span      *span;                /* [max_streams] */
-    int32_t      *id;                  /* [max_streams] */
-    hx_stream   **row_of;              /* [max_streams] */
-    hx_buf        out_id, out_logprob, out_top, out_scratch;
-    float        *score_logit, *score_hidden;    /* [HX_SCORE_ROWS, N], [HX_SCORE_ROWS, D] */
+    hx_stream **wait; /* [max_queue] by priority, then arrival */
+    int64_t n_wait;
+    hx_stream **run; /* [max_streams] */
+    int32_t n_run;
+    int32_t pages_reserved;
+    uint64_t next_order;
+    hx_stream *chunk; /* whose prefill chunk is between layers */
+    int64_t chunk_layer, chunk_rows;
+    hx_batch chunk_batch;
+    hx_span chunk_span;
+    hx_sample_row *row; /* [max_streams] */
+    hx_span *span;      /* [max_streams] */
+    int32_t *id;        /* [max_streams] */
+    hx_stream **row_of; /* [max_streams] */
+    hx_buf out_id, out_logprob, out_top, out_scratch;
+    float *score_logit, *score_hidden; /* [HX_SCORE_ROWS, N], [HX_SCORE_ROWS, D] */
 };
 
-void *hx_sched_run(void *engine);                   /* sched.c: the engine thread */
-void  hx_engine_stream_destroy(hx_stream *s);       /* engine.c */
+void *hx_sched_run(void *engine);            /* sched.c: the engine thread */
+void hx_engine_stream_destroy(hx_stream *s); /* engine.c */
 
 /* sample.c */
-int  hx_sample_open(hx_stream *s, hx_err *err);
+int hx_sample_open(hx_stream *s, hx_err *err);
 void hx_sample_close(hx_stream *s);
 void hx_sample_seen(hx_history *h, int32_t id, bool answer);
 /* Fills *row for the stream's next token. */
 void hx_sample_row_of(const hx_stream *s, hx_sample_row *row);
-/* Adds the bytes of one more token. Returns the index of the stop text found, or -1; *n_sure gets
- * how many of all held bytes are certain to be shown (all before the stop text when found). */
+/* Adds the bytes of one more token. Returns the index of the stop text found, or -1;
+ * *n_sure gets how many of all held bytes are certain to be shown (all before the stop
+ * text when found). */
 int32_t hx_sample_stop(hx_stopper *st, hx_str bytes, size_t *n_sure);
-void    hx_sample_release(hx_stopper *st, size_t n);   /* the first n held bytes were shown */
+void hx_sample_release(hx_stopper *st, size_t n); /* the first n held bytes were shown */
 
 #endif

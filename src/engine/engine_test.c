@@ -1,5 +1,5 @@
-/* engine_test.c - hoist.h on the demo model: answers as the reference, the same whoever else is
- * served, stops, cancels, limits, every allocation failing once. */
+/* engine_test.c - hoist.h on the demo model: answers as the reference, the same whoever
+ * else is served, stops, cancels, limits, every allocation failing once. */
 #include "../../tests/golden.h"
 
 #include <pthread.h>
@@ -11,7 +11,7 @@
 
 static hx_engine *open_demo(const hx_options *more)
 {
-    hx_options opt = more != NULL ? *more : (hx_options){ 0 };
+    hx_options opt = more != NULL ? *more : (hx_options) { 0 };
     hx_engine *e;
     hx_err err = { 0 };
 
@@ -27,11 +27,11 @@ static hx_engine *open_demo(const hx_options *more)
 
 /* Everything a stream said, for comparisons. */
 typedef struct {
-    int32_t  token[4096];
-    float    logprob[4096];
-    int32_t  n;
-    char     text[65536];
-    size_t   n_text;
+    int32_t token[4096];
+    float logprob[4096];
+    int32_t n;
+    char text[65536];
+    size_t n_text;
     hx_event end;
 } answer;
 
@@ -78,7 +78,8 @@ static void ask(hx_engine *e, const hx_request *r, answer *a)
     hx_stream_free(s);
 }
 
-static const int32_t hello[] = { 4034, 4036, 4038, 436, 438, 25, 584, 4039, 1718, 0, 4040, 4053 };
+static const int32_t hello[] = { 4034, 4036, 4038, 436, 438,  25,
+                                 584,  4039, 1718, 0,   4040, 4053 };
 #define HELLO .tokens = hello, .n_tokens = HX_LEN(hello)
 
 /* ---- answers ---------------------------------------------------------------- */
@@ -93,14 +94,16 @@ static void test_greedy_reference(void **state)
     (void)state;
     for (size_t i = 0; i < hx_json_len(list); i++) {
         const hx_json *p = hx_json_at(list, i), *ids = hx_json_get(p, "ids");
-        const hx_json *want = hx_json_get(p, "greedy_ids"), *margin = hx_json_get(p, "greedy_margin");
+        const hx_json *want = hx_json_get(p, "greedy_ids"),
+                      *margin = hx_json_get(p, "greedy_margin");
         const int64_t n = (int64_t)hx_json_len(ids), n_want = (int64_t)hx_json_len(want);
         int32_t *prompt = hx_new(int32_t, n);
 
         for (int64_t k = 0; k < n; k++)
             prompt[k] = (int32_t)hx_json_int(hx_json_at(ids, (size_t)k), -1);
         if (n_want > 0) {
-            ask(e, &(hx_request){ .tokens = prompt, .n_tokens = n, .max_new = n_want }, a);
+            ask(e, &(hx_request) { .tokens = prompt, .n_tokens = n, .max_new = n_want },
+                a);
             for (int64_t k = 0; k < n_want; k++) {
                 const int32_t id = (int32_t)hx_json_int(hx_json_at(want, (size_t)k), -1);
 
@@ -108,7 +111,8 @@ static void test_greedy_reference(void **state)
                     same++;
                     continue;
                 }
-                if (k == a->n && a->end.stop == HX_STOP_EOS) {      /* the end id is not handed out */
+                if (k == a->n &&
+                    a->end.stop == HX_STOP_EOS) { /* the end id is not handed out */
                     assert_int_equal(a->end.stop_index, id);
                     break;
                 }
@@ -129,9 +133,12 @@ static void test_greedy_reference(void **state)
 static void test_same_in_company(void **state)
 {
     hx_engine *e = open_demo(NULL);
-    answer *alone = hx_new(answer, 1), *among = hx_new(answer, 1), *other = hx_new(answer, 1);
-    const hx_request r = { HELLO, .max_new = 100, .temperature = 1, .top_p = 0.95f, .seed = 42,
-                           .ignore_eos = true, .want_logprobs = true };
+    answer *alone = hx_new(answer, 1), *among = hx_new(answer, 1),
+           *other = hx_new(answer, 1);
+    const hx_request r = {
+        HELLO,      .max_new = 100,     .temperature = 1,     .top_p = 0.95f,
+        .seed = 42, .ignore_eos = true, .want_logprobs = true
+    };
     hx_stream *s[8];
     int32_t prompt[300];
 
@@ -141,8 +148,12 @@ static void test_same_in_company(void **state)
     for (int i = 0; i < 7; i++) {
         for (int k = 0; k < 300; k++)
             prompt[k] = (int32_t)(hx_rng_at((uint64_t)i, (uint64_t)k) % 4000);
-        s[i] = submit(e, &(hx_request){ .tokens = prompt, .n_tokens = 20 + 40 * i, .max_new = 10 + 20 * i,
-                                        .temperature = 1, .seed = (uint64_t)i, .ignore_eos = true });
+        s[i] = submit(e, &(hx_request) { .tokens = prompt,
+                                         .n_tokens = 20 + 40 * i,
+                                         .max_new = 10 + 20 * i,
+                                         .temperature = 1,
+                                         .seed = (uint64_t)i,
+                                         .ignore_eos = true });
     }
     s[7] = submit(e, &r);
     read_all(s[7], among);
@@ -165,8 +176,12 @@ static void test_same_in_company(void **state)
 /* Threads and instruction sets change nothing either. */
 static void test_same_anywhere(void **state)
 {
-    static const struct { const char *isa; int threads; } ways[] = { { "avx2", 1 }, { "avx512", 2 }, { "scalar", 2 } };
-    const hx_request r = { HELLO, .max_new = 30, .temperature = 1, .seed = 7, .ignore_eos = true };
+    static const struct {
+        const char *isa;
+        int threads;
+    } ways[] = { { "avx2", 1 }, { "avx512", 2 }, { "scalar", 2 } };
+    const hx_request r = { HELLO, .max_new = 30, .temperature = 1, .seed = 7,
+                           .ignore_eos = true };
     answer *first = hx_new(answer, 1), *a = hx_new(answer, 1);
     hx_engine *e = open_demo(NULL);
 
@@ -174,8 +189,11 @@ static void test_same_anywhere(void **state)
     ask(e, &r, first);
     hx_close(e);
     for (size_t i = 0; i < HX_LEN(ways); i++) {
-        const hx_options opt = { .model_dir = DEMO, .cpu_isa = ways[i].isa, .n_threads = ways[i].threads,
-                                 .ctx_tokens = 1024, .kv = HX_KV_F32 };
+        const hx_options opt = { .model_dir = DEMO,
+                                 .cpu_isa = ways[i].isa,
+                                 .n_threads = ways[i].threads,
+                                 .ctx_tokens = 1024,
+                                 .kv = HX_KV_F32 };
         hx_err err = { 0 };
 
         if (hx_open(&e, &opt, &err) == HX_EARG) {
@@ -199,15 +217,16 @@ static void test_stops(void **state)
     answer *full = hx_new(answer, 1), *a = hx_new(answer, 1);
 
     (void)state;
-    ask(e, &(hx_request){ HELLO, .max_new = 60 }, full);
+    ask(e, &(hx_request) { HELLO, .max_new = 60 }, full);
     assert_int_equal(full->end.stop, HX_STOP_EOS);
     assert_true(full->n_text > 12);
-    /* Every stop text that lies in the answer cuts it exactly there, whatever tokens it spans. */
+    /* Every stop text that lies in the answer cuts it exactly there, whatever tokens it
+     * spans. */
     for (size_t from = 1; from + 5 < full->n_text; from++) {
         const hx_str stop = { full->text + from, 5 };
         const char *at = memmem(full->text, full->n_text, stop.p, stop.n);
 
-        ask(e, &(hx_request){ HELLO, .max_new = 60, .stop = &stop, .n_stop = 1 }, a);
+        ask(e, &(hx_request) { HELLO, .max_new = 60, .stop = &stop, .n_stop = 1 }, a);
         assert_int_equal(a->end.stop, HX_STOP_TEXT);
         assert_int_equal(a->end.stop_index, 0);
         assert_int_equal(a->n_text, at - full->text);
@@ -215,20 +234,23 @@ static void test_stops(void **state)
     }
     /* One that never comes changes nothing, held-back parts included. */
     const hx_str never[] = { HX_STR("Hello, I am not here"), { full->text, 1 } };
-    ask(e, &(hx_request){ HELLO, .max_new = 60, .stop = never, .n_stop = 1 }, a);
+    ask(e, &(hx_request) { HELLO, .max_new = 60, .stop = never, .n_stop = 1 }, a);
     assert_string_equal(a->text, full->text);
     assert_int_equal(a->n, full->n);
-    ask(e, &(hx_request){ HELLO, .max_new = 60, .stop = never, .n_stop = 2 }, a);
+    ask(e, &(hx_request) { HELLO, .max_new = 60, .stop = never, .n_stop = 2 }, a);
     assert_int_equal(a->n_text, 0);
     assert_int_equal(a->end.stop_index, 1);
-    ask(e, &(hx_request){ HELLO, .max_new = 3 }, a);
+    ask(e, &(hx_request) { HELLO, .max_new = 3 }, a);
     assert_int_equal(a->end.stop, HX_STOP_LENGTH);
     assert_int_equal(a->n, 3);
-    ask(e, &(hx_request){ HELLO, .max_new = 60, .min_new = 40 }, a);
+    ask(e, &(hx_request) { HELLO, .max_new = 60, .min_new = 40 }, a);
     assert_true(a->n >= 40);
-    ask(e, &(hx_request){ HELLO, .max_new = 50, .ignore_eos = true }, a);
+    ask(e, &(hx_request) { HELLO, .max_new = 50, .ignore_eos = true }, a);
     assert_int_equal(a->n, 50);
-    ask(e, &(hx_request){ HELLO, .max_new = 60, .stop_ids = &full->token[4], .n_stop_ids = 1 }, a);
+    ask(e,
+        &(hx_request) { HELLO, .max_new = 60, .stop_ids = &full->token[4],
+                        .n_stop_ids = 1 },
+        a);
     assert_int_equal(a->end.stop, HX_STOP_EOS);
     assert_int_equal(a->end.stop_index, full->token[4]);
     hx_free(full);
@@ -243,19 +265,20 @@ static void test_bias_and_force(void **state)
     hx_err err = { 0 };
 
     (void)state;
-    ask(e, &(hx_request){ HELLO, .max_new = 8 }, full);
+    ask(e, &(hx_request) { HELLO, .max_new = 8 }, full);
     const hx_bias ban = { full->token[0], -100 }, want = { 77, 1000 };
-    ask(e, &(hx_request){ HELLO, .max_new = 8, .bias = &ban, .n_bias = 1 }, a);
+    ask(e, &(hx_request) { HELLO, .max_new = 8, .bias = &ban, .n_bias = 1 }, a);
     assert_int_not_equal(a->token[0], full->token[0]);
-    ask(e, &(hx_request){ HELLO, .max_new = 8, .bias = &want, .n_bias = 1 }, a);
+    ask(e, &(hx_request) { HELLO, .max_new = 8, .bias = &want, .n_bias = 1 }, a);
     assert_int_equal(a->token[0], 77);
-    hx_stream *s = submit(e, &(hx_request){ HELLO, .max_new = 200, .ignore_eos = true });
+    hx_stream *s = submit(e, &(hx_request) { HELLO, .max_new = 200, .ignore_eos = true });
     const int32_t forced[] = { 11, 12, 13 };
     assert_int_equal(hx_force(s, forced, 3, &err), 0);
     read_all(s, a);
     hx_stream_free(s);
     int at = 0;
-    while (at + 2 < a->n && !(a->token[at] == 11 && a->token[at + 1] == 12 && a->token[at + 2] == 13))
+    while (at + 2 < a->n &&
+           !(a->token[at] == 11 && a->token[at + 1] == 12 && a->token[at + 2] == 13))
         at++;
     assert_true(at + 2 < a->n);
     hx_free(full);
@@ -274,19 +297,26 @@ static void test_logprobs_and_score(void **state)
     hx_err err = { 0 };
 
     (void)state;
-    ask(e, &(hx_request){ HELLO, .max_new = 40, .want_logprobs = true, .n_top = 3, .temperature = 1,
-                          .seed = 3 }, a);
+    ask(e,
+        &(hx_request) { HELLO, .max_new = 40, .want_logprobs = true, .n_top = 3,
+                        .temperature = 1, .seed = 3 },
+        a);
     assert_true(a->n >= 4);
     memcpy(all, hello, sizeof hello);
     memcpy(all + HX_LEN(hello), a->token, (size_t)a->n * sizeof(int32_t));
-    const hx_score_args args = { .tokens = all, .n_tokens = (int64_t)HX_LEN(hello) + a->n, .from = 0,
-                                 .logprob = lp, .top = top, .n_top = 3 };
+    const hx_score_args args = { .tokens = all,
+                                 .n_tokens = (int64_t)HX_LEN(hello) + a->n,
+                                 .from = 0,
+                                 .logprob = lp,
+                                 .top = top,
+                                 .n_top = 3 };
     assert_int_equal(hx_score(e, &args, &err), 0);
     /* Prefill and decode are two arithmetics in the attention only. */
     for (int32_t i = 0; i < a->n; i++)
         assert_float_equal(a->logprob[i], lp[HX_LEN(hello) - 1 + (size_t)i], 1e-4);
     for (size_t i = 0; i < HX_LEN(hello); i++)
-        assert_true(top[3 * i].logprob >= top[3 * i + 1].logprob && top[3 * i + 1].logprob >= top[3 * i + 2].logprob);
+        assert_true(top[3 * i].logprob >= top[3 * i + 1].logprob &&
+                    top[3 * i + 1].logprob >= top[3 * i + 2].logprob);
     hx_free(a);
     hx_close(e);
 }
@@ -308,16 +338,19 @@ static void test_refusals(void **state)
     const hx_str empty = { "", 0 };
 
     (void)state;
-    expect_refused(e, &(hx_request){ .tokens = hello, .n_tokens = 0 }, HX_EARG, "empty");
-    expect_refused(e, &(hx_request){ .tokens = big, .n_tokens = 4096 }, HX_ELIMIT, "4096");
-    expect_refused(e, &(hx_request){ .tokens = &bad, .n_tokens = 1 }, HX_EARG, "4096");
-    expect_refused(e, &(hx_request){ .tokens = &minus, .n_tokens = 1 }, HX_EARG, "-1");
-    expect_refused(e, &(hx_request){ HELLO, .temperature = -1 }, HX_EARG, "temperature");
-    expect_refused(e, &(hx_request){ HELLO, .temperature = NAN }, HX_EARG, "temperature");
-    expect_refused(e, &(hx_request){ HELLO, .top_p = 2 }, HX_EARG, "top_p");
-    expect_refused(e, &(hx_request){ HELLO, .n_top = 21 }, HX_EARG, "top_logprobs");
-    expect_refused(e, &(hx_request){ HELLO, .stop = &empty, .n_stop = 1 }, HX_EARG, "stop[0]");
-    expect_refused(e, &(hx_request){ HELLO, .max_new = -5 }, HX_EARG, "max_tokens");
+    expect_refused(e, &(hx_request) { .tokens = hello, .n_tokens = 0 }, HX_EARG, "empty");
+    expect_refused(e, &(hx_request) { .tokens = big, .n_tokens = 4096 }, HX_ELIMIT,
+                   "4096");
+    expect_refused(e, &(hx_request) { .tokens = &bad, .n_tokens = 1 }, HX_EARG, "4096");
+    expect_refused(e, &(hx_request) { .tokens = &minus, .n_tokens = 1 }, HX_EARG, "-1");
+    expect_refused(e, &(hx_request) { HELLO, .temperature = -1 }, HX_EARG, "temperature");
+    expect_refused(e, &(hx_request) { HELLO, .temperature = NAN }, HX_EARG,
+                   "temperature");
+    expect_refused(e, &(hx_request) { HELLO, .top_p = 2 }, HX_EARG, "top_p");
+    expect_refused(e, &(hx_request) { HELLO, .n_top = 21 }, HX_EARG, "top_logprobs");
+    expect_refused(e, &(hx_request) { HELLO, .stop = &empty, .n_stop = 1 }, HX_EARG,
+                   "stop[0]");
+    expect_refused(e, &(hx_request) { HELLO, .max_new = -5 }, HX_EARG, "max_tokens");
     hx_free(big);
     hx_close(e);
 }
@@ -342,7 +375,7 @@ static int64_t wait_idle(hx_engine *e)
 
 static void test_cancel(void **state)
 {
-    hx_engine *e = open_demo(&(hx_options){ .max_streams = 2 });
+    hx_engine *e = open_demo(&(hx_options) { .max_streams = 2 });
     int32_t *prompt = hx_new(int32_t, 3000);
     answer *a = hx_new(answer, 1);
     hx_stream *s[6];
@@ -352,25 +385,26 @@ static void test_cancel(void **state)
     for (int i = 0; i < 3000; i++)
         prompt[i] = (int32_t)(hx_rng_at(5, (uint64_t)i) % 4000);
     /* Two run (one decodes, one reads its prompt), four wait. */
-    s[0] = submit(e, &(hx_request){ HELLO, .ignore_eos = true });
+    s[0] = submit(e, &(hx_request) { HELLO, .ignore_eos = true });
     while (hx_next(s[0], &ev, 10000) == 1 && ev.kind != HX_EV_TOKENS)
         continue;
     for (int i = 1; i < 6; i++)
-        s[i] = submit(e, &(hx_request){ .tokens = prompt, .n_tokens = 3000, .max_new = 5 });
-    hx_cancel(s[3]);                        /* in the queue */
+        s[i] =
+            submit(e, &(hx_request) { .tokens = prompt, .n_tokens = 3000, .max_new = 5 });
+    hx_cancel(s[3]); /* in the queue */
     read_all(s[3], a);
     assert_int_equal(a->end.stop, HX_STOP_CANCEL);
     assert_int_equal(a->n, 0);
-    hx_cancel(s[1]);                        /* in prefill */
+    hx_cancel(s[1]); /* in prefill */
     read_all(s[1], a);
     assert_int_equal(a->end.stop, HX_STOP_CANCEL);
-    hx_cancel(s[0]);                        /* in decode */
+    hx_cancel(s[0]); /* in decode */
     read_all(s[0], a);
     assert_int_equal(a->end.stop, HX_STOP_CANCEL);
     for (int i = 0; i < 6; i++)
-        hx_stream_free(s[i]);               /* the rest: freed while they wait or run */
+        hx_stream_free(s[i]); /* the rest: freed while they wait or run */
     printf("idle %lld us after the last was freed\n", (long long)wait_idle(e));
-    ask(e, &(hx_request){ HELLO, .max_new = 5 }, a);
+    ask(e, &(hx_request) { HELLO, .max_new = 5 }, a);
     assert_int_equal(a->n, 5);
     hx_free(prompt);
     hx_free(a);
@@ -379,18 +413,18 @@ static void test_cancel(void **state)
 
 static void test_queue_limit_and_deadline(void **state)
 {
-    hx_engine *e = open_demo(&(hx_options){ .max_streams = 1, .max_queue = 2 });
+    hx_engine *e = open_demo(&(hx_options) { .max_streams = 1, .max_queue = 2 });
     answer *a = hx_new(answer, 1);
     hx_stream *s[3];
     hx_event ev;
 
     (void)state;
-    s[0] = submit(e, &(hx_request){ HELLO, .ignore_eos = true });
+    s[0] = submit(e, &(hx_request) { HELLO, .ignore_eos = true });
     while (hx_next(s[0], &ev, 10000) == 1 && ev.kind != HX_EV_TOKENS)
         continue;
-    s[1] = submit(e, &(hx_request){ HELLO, .max_new = 5 });
-    s[2] = submit(e, &(hx_request){ HELLO, .max_new = 5, .deadline_ms = 50 });
-    expect_refused(e, &(hx_request){ HELLO }, HX_EBUSY, "queue");
+    s[1] = submit(e, &(hx_request) { HELLO, .max_new = 5 });
+    s[2] = submit(e, &(hx_request) { HELLO, .max_new = 5, .deadline_ms = 50 });
+    expect_refused(e, &(hx_request) { HELLO }, HX_EBUSY, "queue");
     read_all(s[2], a);
     assert_int_equal(a->end.kind, HX_EV_ERROR);
     assert_int_equal(a->end.err.code, HX_ELIMIT);
@@ -407,12 +441,14 @@ static void test_queue_limit_and_deadline(void **state)
 static void test_slow_reader(void **state)
 {
     hx_engine *e = open_demo(NULL);
-    answer *slow = hx_new(answer, 1), *quick = hx_new(answer, 1), *again = hx_new(answer, 1);
-    const hx_request r = { HELLO, .max_new = 1500, .ignore_eos = true, .temperature = 1, .seed = 9 };
+    answer *slow = hx_new(answer, 1), *quick = hx_new(answer, 1),
+           *again = hx_new(answer, 1);
+    const hx_request r = { HELLO, .max_new = 1500, .ignore_eos = true, .temperature = 1,
+                           .seed = 9 };
     hx_stream *s = submit(e, &r);
 
     (void)state;
-    ask(e, &(hx_request){ HELLO, .max_new = 600, .ignore_eos = true }, quick);
+    ask(e, &(hx_request) { HELLO, .max_new = 600, .ignore_eos = true }, quick);
     assert_int_equal(quick->n, 600);
     usleep(100000);
     read_all(s, slow);
@@ -426,7 +462,11 @@ static void test_slow_reader(void **state)
     hx_close(e);
 }
 
-typedef struct { hx_engine *e; uint64_t seed; int bad; } crowd;
+typedef struct {
+    hx_engine *e;
+    uint64_t seed;
+    int bad;
+} crowd;
 
 /* Random requests, many cancelled at random moments. */
 static void *crowd_run(void *ud)
@@ -437,8 +477,8 @@ static void *crowd_run(void *ud)
 
     for (uint64_t i = 0; i < 40; i++) {
         const uint64_t x = hx_rng_at(c->seed, i);
-        const hx_request r = { HELLO, .max_new = 1 + (int64_t)(x % 60), .temperature = 1, .seed = x,
-                               .progress = (x & 64) != 0 };
+        const hx_request r = { HELLO, .max_new = 1 + (int64_t)(x % 60), .temperature = 1,
+                               .seed = x, .progress = (x & 64) != 0 };
         hx_stream *s;
         int64_t n = (int64_t)(x >> 8) % 80;
 
@@ -452,7 +492,8 @@ static void *crowd_run(void *ud)
             n -= ev.n_tokens;
             if (n < 0 && (x & 128) != 0)
                 hx_cancel(s);
-        } while (ev.kind != HX_EV_DONE && ev.kind != HX_EV_ERROR && !(n < 0 && (x & 256) != 0));
+        } while (ev.kind != HX_EV_DONE && ev.kind != HX_EV_ERROR &&
+                 !(n < 0 && (x & 256) != 0));
         c->bad += ev.kind == HX_EV_ERROR;
         hx_stream_free(s);
     }
@@ -461,13 +502,13 @@ static void *crowd_run(void *ud)
 
 static void test_crowd(void **state)
 {
-    hx_engine *e = open_demo(&(hx_options){ .max_streams = 4 });
+    hx_engine *e = open_demo(&(hx_options) { .max_streams = 4 });
     pthread_t t[6];
     crowd c[6];
 
     (void)state;
     for (int i = 0; i < 6; i++) {
-        c[i] = (crowd){ e, (uint64_t)i + 1, 0 };
+        c[i] = (crowd) { e, (uint64_t)i + 1, 0 };
         assert_int_equal(pthread_create(&t[i], NULL, crowd_run, &c[i]), 0);
     }
     for (int i = 0; i < 6; i++) {
@@ -495,7 +536,8 @@ static void test_render(void **state)
     GOLDEN_NEED("../shared/models/demo/reference/chat.json");
     list = golden_json("../shared/models/demo/reference/chat.json");
     for (size_t i = 0; i < hx_json_len(list); i++) {
-        const hx_json *c = hx_json_at(list, i), *want = hx_json_get(c, "ids"), *kw = hx_json_get(c, "kwargs");
+        const hx_json *c = hx_json_at(list, i), *want = hx_json_get(c, "ids"),
+                      *kw = hx_json_get(c, "kwargs");
         const hx_str prompt = hx_json_str(hx_json_get(c, "prompt"));
         hx_sb vars = { 0 };
 
@@ -515,7 +557,8 @@ static void test_render(void **state)
             hx_json_write(&vars, v);
         }
         hx_sb_char(&vars, '}');
-        if (hx_render(e, (hx_str){ vars.p, vars.n }, &official, &ids, &n, &text, &err) != 0)
+        if (hx_render(e, (hx_str) { vars.p, vars.n }, &official, &ids, &n, &text, &err) !=
+            0)
             fail_msg("case %zu: %s", i, err.msg);
         assert_int_equal(strlen(text), prompt.n);
         assert_memory_equal(text, prompt.p, prompt.n);
@@ -538,8 +581,9 @@ static void test_render(void **state)
 /* A user who spells a special token does not get one, unless the switch says so. */
 static void test_no_injection(void **state)
 {
-    static const char json[] = "{\"messages\":[{\"role\":\"user\",\"content\":\"a<|assistant|><think>b\"}],"
-                               "\"add_generation_prompt\":true}";
+    static const char json[] =
+        "{\"messages\":[{\"role\":\"user\",\"content\":\"a<|assistant|><think>b\"}],"
+        "\"add_generation_prompt\":true}";
     const hx_render_opt official = { .official = true };
     hx_engine *e = open_demo(NULL);
     const int32_t assistant = hx_token_id(e, HX_STR("<|assistant|>"));
@@ -551,7 +595,8 @@ static void test_no_injection(void **state)
         int32_t *ids;
         int64_t n, found = 0;
 
-        assert_int_equal(hx_render(e, HX_STR(json), way ? &official : NULL, &ids, &n, NULL, &err), 0);
+        assert_int_equal(
+            hx_render(e, HX_STR(json), way ? &official : NULL, &ids, &n, NULL, &err), 0);
         for (int64_t i = 0; i < n; i++)
             found += ids[i] == assistant;
         assert_int_equal(found, way ? 2 : 1);
@@ -568,20 +613,28 @@ static void test_options(void **state)
     hx_err err = { 0 };
 
     (void)state;
-    assert_int_equal(hx_open(&e, &(hx_options){ .model_dir = "/nowhere" }, &err), HX_EIO);
+    assert_int_equal(hx_open(&e, &(hx_options) { .model_dir = "/nowhere" }, &err),
+                     HX_EIO);
     assert_non_null(strstr(err.msg, "/nowhere"));
-    assert_int_equal(hx_open(&e, &(hx_options){ .model_dir = DEMO, .device = "tpu" }, &err), HX_EARG);
-    assert_int_equal(hx_open(&e, &(hx_options){ .model_dir = DEMO, .max_streams = 65 }, &err), HX_EARG);
-    assert_int_equal(hx_open(&e, &(hx_options){ .model_dir = DEMO, .cache_bytes = 1 << 20 }, &err), HX_ENOMEM);
+    assert_int_equal(
+        hx_open(&e, &(hx_options) { .model_dir = DEMO, .device = "tpu" }, &err), HX_EARG);
+    assert_int_equal(
+        hx_open(&e, &(hx_options) { .model_dir = DEMO, .max_streams = 65 }, &err),
+        HX_EARG);
+    assert_int_equal(
+        hx_open(&e, &(hx_options) { .model_dir = DEMO, .cache_bytes = 1 << 20 }, &err),
+        HX_ENOMEM);
     assert_non_null(strstr(err.msg, "MB"));
     assert_null(e);
 }
 
-/* Opens the demo and answers one request with the k-th allocation or read failing, for every k, until
- * nothing fails: a good sentence each time, no leak, no crash. */
+/* Opens the demo and answers one request with the k-th allocation or read failing, for
+ * every k, until nothing fails: a good sentence each time, no leak, no crash. */
 static void test_torture(void **state)
 {
-    const hx_options opt = { .model_dir = DEMO, .ctx_tokens = 256, .max_streams = 1, .n_threads = 1 };
+    const hx_options opt = {
+        .model_dir = DEMO, .ctx_tokens = 256, .max_streams = 1, .n_threads = 1
+    };
     const int64_t live = hx_test_live_allocs();
     int64_t total, fails = 0, k = 1;
     hx_engine *e;
@@ -593,18 +646,20 @@ static void test_torture(void **state)
     hx_close(e);
     total = hx_test_fail_at(0);
     assert_int_equal(hx_test_live_allocs(), live);
-    /* All of the first and last hundred, and a sample between: opening makes thousands. */
-    for (k = 1; k <= total + 40; k += k < 100 || k > total - 100 ? 1 : HX_MAX(1, total / 200)) {
+    /* All of the first and last hundred, and a sample between: opening makes thousands.
+     */
+    for (k = 1; k <= total + 40;
+         k += k < 100 || k > total - 100 ? 1 : HX_MAX(1, total / 200)) {
         hx_stream *s = NULL;
         hx_event ev;
 
-        err = (hx_err){ 0 };
+        err = (hx_err) { 0 };
         hx_test_fail_at(k);
         if (hx_open(&e, &opt, &err) != 0) {
             assert_null(e);
             assert_true(err.code < 0 && strlen(err.msg) > 8);
             fails++;
-        } else if (hx_submit(e, &(hx_request){ HELLO, .max_new = 3 }, &s, &err) != 0) {
+        } else if (hx_submit(e, &(hx_request) { HELLO, .max_new = 3 }, &s, &err) != 0) {
             assert_true(err.code < 0 && strlen(err.msg) > 8);
             fails++;
         } else {
@@ -619,20 +674,28 @@ static void test_torture(void **state)
             fail_msg("failing allocation %lld leaks %lld blocks (%s)", (long long)k,
                      (long long)(hx_test_live_allocs() - live), err.msg);
     }
-    printf("%lld allocations and reads, %lld failures tried\n", (long long)total, (long long)fails);
+    printf("%lld allocations and reads, %lld failures tried\n", (long long)total,
+           (long long)fails);
     assert_true(fails > 100);
 }
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_greedy_reference),  cmocka_unit_test(test_same_in_company),
-        cmocka_unit_test(test_same_anywhere),     cmocka_unit_test(test_stops),
-        cmocka_unit_test(test_bias_and_force),    cmocka_unit_test(test_logprobs_and_score),
-        cmocka_unit_test(test_refusals),          cmocka_unit_test(test_cancel),
-        cmocka_unit_test(test_queue_limit_and_deadline), cmocka_unit_test(test_slow_reader),
-        cmocka_unit_test(test_crowd),             cmocka_unit_test(test_render),
-        cmocka_unit_test(test_no_injection),      cmocka_unit_test(test_options),
+        cmocka_unit_test(test_greedy_reference),
+        cmocka_unit_test(test_same_in_company),
+        cmocka_unit_test(test_same_anywhere),
+        cmocka_unit_test(test_stops),
+        cmocka_unit_test(test_bias_and_force),
+        cmocka_unit_test(test_logprobs_and_score),
+        cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_cancel),
+        cmocka_unit_test(test_queue_limit_and_deadline),
+        cmocka_unit_test(test_slow_reader),
+        cmocka_unit_test(test_crowd),
+        cmocka_unit_test(test_render),
+        cmocka_unit_test(test_no_injection),
+        cmocka_unit_test(test_options),
         cmocka_unit_test(test_torture),
     };
 

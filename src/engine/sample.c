@@ -17,8 +17,8 @@ int hx_sample_open(hx_stream *s, hx_err *err)
         if ((s->stopper.held = hx_new(char, s->stopper.cap)) == NULL)
             goto no_memory;
     }
-    h->on = (r->repeat_penalty != 0 && r->repeat_penalty != 1) || r->presence_penalty != 0 ||
-            r->frequency_penalty != 0;
+    h->on = (r->repeat_penalty != 0 && r->repeat_penalty != 1) ||
+            r->presence_penalty != 0 || r->frequency_penalty != 0;
     if (!h->on)
         return 0;
     h->id = hx_new(int32_t, n_vocab);
@@ -56,12 +56,23 @@ void hx_sample_row_of(const hx_stream *s, hx_sample_row *row)
     const hx_request *r = &s->req;
     const int64_t made = s->n_token - s->n_prompt;
 
-    *row = (hx_sample_row){
-        .temperature = r->temperature, .top_p = r->top_p, .min_p = r->min_p, .top_k = r->top_k,
-        .repeat = r->repeat_penalty, .presence = r->presence_penalty,
-        .frequency = r->frequency_penalty, .hist_id = s->hist.id, .hist_count = s->hist.count,
-        .n_hist = s->hist.n, .bias = r->bias, .n_bias = r->n_bias, .seed = r->seed,
-        .counter = (uint64_t)made, .n_top = r->n_top, .want_logprob = r->want_logprobs,
+    *row = (hx_sample_row) {
+        .temperature = r->temperature,
+        .top_p = r->top_p,
+        .min_p = r->min_p,
+        .top_k = r->top_k,
+        .repeat = r->repeat_penalty,
+        .presence = r->presence_penalty,
+        .frequency = r->frequency_penalty,
+        .hist_id = s->hist.id,
+        .hist_count = s->hist.count,
+        .n_hist = s->hist.n,
+        .bias = r->bias,
+        .n_bias = r->n_bias,
+        .seed = r->seed,
+        .counter = (uint64_t)made,
+        .n_top = r->n_top,
+        .want_logprob = r->want_logprobs,
     };
     if (r->ignore_eos || made < r->min_new) {
         row->ban = s->ban;

@@ -54,8 +54,9 @@ static void end_stream(hx_stream *s, hx_stop stop, int32_t stop_index, const hx_
         e->n_running--;
     s->state = HX_SEQ_ENDED;
     s->times.done_us = hx_now_us();
-    s->end = (hx_event){ .kind = err != NULL ? HX_EV_ERROR : HX_EV_DONE, .stop = stop,
-                         .stop_index = stop_index };
+    s->end = (hx_event) { .kind = err != NULL ? HX_EV_ERROR : HX_EV_DONE,
+                          .stop = stop,
+                          .stop_index = stop_index };
     if (err != NULL)
         s->end.err = *err;
     s->ended = true;
@@ -117,7 +118,7 @@ static int32_t show_token(hx_stream *s, hx_out_token *t)
 {
     const hx_tok *tok = s->engine->tok;
     const bool special = tok != NULL && hx_tok_is_special(tok, t->token);
-    const hx_str bytes = tok != NULL ? hx_tok_bytes(tok, t->token) : (hx_str){ NULL, 0 };
+    const hx_str bytes = tok != NULL ? hx_tok_bytes(tok, t->token) : (hx_str) { NULL, 0 };
     size_t n_sure;
     int32_t which;
 
@@ -165,8 +166,8 @@ static int32_t forced_or(hx_stream *s, int32_t id)
     return id;
 }
 
-/* The stream's next token was chosen: keeps it, shows it, ends the stream if it was the last.
- * Returns false when the stream is gone. */
+/* The stream's next token was chosen: keeps it, shows it, ends the stream if it was the
+ * last. Returns false when the stream is gone. */
 static bool accept_token(hx_stream *s, hx_out_token *t)
 {
     int32_t which;
@@ -202,15 +203,20 @@ static int sample_rows(hx_engine *e, hx_buf logits, int32_t first, int32_t n, hx
         .id = hx_buf_at(e->out_id, at * sizeof(int32_t)),
         .logprob = hx_buf_at(e->out_logprob, at * sizeof(float)),
         .top = hx_buf_at(e->out_top, at * HX_TOP_MAX * sizeof(hx_choice)),
-        .logits = hx_buf_at(logits, at * row), .scratch = e->out_scratch, .row = e->row + first,
-        .rows = n, .n_vocab = e->info.n_vocab, .n_token = e->info.n_token,
+        .logits = hx_buf_at(logits, at * row),
+        .scratch = e->out_scratch,
+        .row = e->row + first,
+        .rows = n,
+        .n_vocab = e->info.n_vocab,
+        .n_token = e->info.n_token,
     };
 
     return hx_op_sample(e->dev, &a, err);
 }
 
 /* Row r's choice, from the device. */
-static int take_choice(hx_engine *e, int32_t r, const hx_stream *s, hx_out_token *t, hx_err *err)
+static int take_choice(hx_engine *e, int32_t r, const hx_stream *s, hx_out_token *t,
+                       hx_err *err)
 {
     const size_t at = (size_t)r;
     int rc;
@@ -220,12 +226,14 @@ static int take_choice(hx_engine *e, int32_t r, const hx_stream *s, hx_out_token
                          sizeof t->token, err)) != 0)
         return rc;
     if (s->req.want_logprobs &&
-        (rc = hx_dev_get(e->dev, &t->logprob, hx_buf_at(e->out_logprob, at * sizeof t->logprob),
+        (rc = hx_dev_get(e->dev, &t->logprob,
+                         hx_buf_at(e->out_logprob, at * sizeof t->logprob),
                          sizeof t->logprob, err)) != 0)
         return rc;
-    return s->req.n_top == 0 ? 0
-                             : hx_dev_get(e->dev, t->top, hx_buf_at(e->out_top, at * sizeof t->top),
-                                          (size_t)s->req.n_top * sizeof *t->top, err);
+    return s->req.n_top == 0
+               ? 0
+               : hx_dev_get(e->dev, t->top, hx_buf_at(e->out_top, at * sizeof t->top),
+                            (size_t)s->req.n_top * sizeof *t->top, err);
 }
 
 /* Chooses the next token of n streams whose logits are rows 0..n-1. A row that cannot be
@@ -287,13 +295,17 @@ static int32_t decode_step(hx_engine *e)
         }
         e->row_of[n] = s;
         e->id[n] = s->token[s->n_done];
-        e->span[n] = (hx_span){ .slot = s->slot, .row0 = n, .n_row = 1, .pos0 = (int32_t)s->n_done,
-                                .commit = slot->pend };
+        e->span[n] = (hx_span) { .slot = s->slot,
+                                 .row0 = n,
+                                 .n_row = 1,
+                                 .pos0 = (int32_t)s->n_done,
+                                 .commit = slot->pend };
         n++;
     }
     if (n == 0)
         return 0;
-    const hx_batch batch = { .phase = HX_PHASE_DECODE, .id = e->id,
+    const hx_batch batch = { .phase = HX_PHASE_DECODE,
+                             .id = e->id,
                              .rows = { .span = e->span, .n_span = n, .n_row = n } };
 
     if ((rc = hx_graph_begin(e->decode, &batch, &err)) != 0 ||
@@ -317,7 +329,8 @@ static int32_t decode_step(hx_engine *e)
 /* ---- scoring ----------------------------------------------------------- */
 
 /* The n_top most likely ids, most likely first, equal ones by lower id. */
-static void best_of(const float *logit, int64_t n, double lse, hx_choice *top, int32_t n_top)
+static void best_of(const float *logit, int64_t n, double lse, hx_choice *top,
+                    int32_t n_top)
 {
     int32_t have = 0;
 
@@ -330,16 +343,18 @@ static void best_of(const float *logit, int64_t n, double lse, hx_choice *top, i
             at--;
         have = HX_MIN(have + 1, n_top);
         memmove(&top[at + 1], &top[at], (size_t)(have - 1 - at) * sizeof *top);
-        top[at] = (hx_choice){ (int32_t)i, logit[i] };
+        top[at] = (hx_choice) { (int32_t)i, logit[i] };
     }
     for (int32_t i = 0; i < have; i++)
         top[i].logprob = (float)(top[i].logprob - lse);
 }
 
-static void score_row(const hx_stream *s, int64_t pos, const float *logit, const float *hidden)
+static void score_row(const hx_stream *s, int64_t pos, const float *logit,
+                      const float *hidden)
 {
     const hx_score_args *a = s->score;
-    const int64_t n = s->engine->info.n_vocab, d = s->engine->model->desc.width, at = pos - a->from;
+    const int64_t n = s->engine->info.n_vocab, d = s->engine->model->desc.width,
+                  at = pos - a->from;
     double max = -INFINITY, sum = 0, lse;
 
     for (int64_t i = 0; i < n; i++)
@@ -352,7 +367,8 @@ static void score_row(const hx_stream *s, int64_t pos, const float *logit, const
     if (a->hidden != NULL)
         memcpy(a->hidden + at * d, hidden, (size_t)d * sizeof *hidden);
     if (a->logprob != NULL)
-        a->logprob[at] = pos + 1 < a->n_tokens ? (float)(logit[a->tokens[pos + 1]] - lse) : 0;
+        a->logprob[at] =
+            pos + 1 < a->n_tokens ? (float)(logit[a->tokens[pos + 1]] - lse) : 0;
     if (a->top != NULL)
         best_of(logit, n, lse, a->top + at * a->n_top, a->n_top);
     for (int32_t i = 0; a->id_logprob != NULL && i < a->n_ids; i++)
@@ -378,7 +394,8 @@ static int score_chunk(hx_stream *s, hx_err *err)
                              rows * (size_t)e->model->desc.width, err)) != 0)
             return rc;
         for (int64_t i = 0; i < n; i++)
-            score_row(s, p + i, logit + i * e->info.n_vocab, hidden + i * e->model->desc.width);
+            score_row(s, p + i, logit + i * e->info.n_vocab,
+                      hidden + i * e->model->desc.width);
     }
     return 0;
 }
@@ -412,10 +429,15 @@ static int chunk_begin(hx_engine *e, hx_stream *s, hx_err *err)
     e->chunk = s;
     e->chunk_layer = 0;
     e->chunk_rows = n;
-    e->chunk_span = (hx_span){ .slot = s->slot, .row0 = 0, .n_row = (int32_t)n,
-                               .pos0 = (int32_t)s->n_done, .commit = slot->pend };
-    e->chunk_batch = (hx_batch){ .phase = HX_PHASE_PREFILL, .id = s->token + s->n_done,
-                                 .rows = { .span = &e->chunk_span, .n_span = 1, .n_row = n } };
+    e->chunk_span = (hx_span) { .slot = s->slot,
+                                .row0 = 0,
+                                .n_row = (int32_t)n,
+                                .pos0 = (int32_t)s->n_done,
+                                .commit = slot->pend };
+    e->chunk_batch =
+        (hx_batch) { .phase = HX_PHASE_PREFILL,
+                     .id = s->token + s->n_done,
+                     .rows = { .span = &e->chunk_span, .n_span = 1, .n_row = n } };
     slot->pend = 0;
     return hx_graph_begin(e->prefill, &e->chunk_batch, err);
 }
@@ -539,11 +561,14 @@ static bool reap_one(hx_stream *s, int64_t now)
 
     if (is_cancelled(s)) {
         end_stream(s, HX_STOP_CANCEL, -1, NULL);
-    } else if (s->req.deadline_ms != 0 && now - s->times.queued_us > s->req.deadline_ms * 1000) {
-        hx_fail(&err, HX_ELIMIT, "deadline: %lld ms have passed", (long long)s->req.deadline_ms);
+    } else if (s->req.deadline_ms != 0 &&
+               now - s->times.queued_us > s->req.deadline_ms * 1000) {
+        hx_fail(&err, HX_ELIMIT, "deadline: %lld ms have passed",
+                (long long)s->req.deadline_ms);
         end_stream(s, HX_STOP_NONE, -1, &err);
     } else if (s->stalled_us != 0 && now - s->stalled_us > HX_STALL_US) {
-        hx_fail(&err, HX_ELIMIT, "reader: took no token for %lld s", HX_STALL_US / 1000000);
+        hx_fail(&err, HX_ELIMIT, "reader: took no token for %lld s",
+                HX_STALL_US / 1000000);
         end_stream(s, HX_STOP_NONE, -1, &err);
     } else {
         return false;
@@ -561,8 +586,8 @@ static void reap(hx_engine *e)
         i += !reap_one(e->run[i], now);
 }
 
-/* Gives waiting requests their slot and pages, for their whole length at once: a request that
- * runs never has to stop for want of memory. */
+/* Gives waiting requests their slot and pages, for their whole length at once: a request
+ * that runs never has to stop for want of memory. */
 static void admit(hx_engine *e)
 {
     bool moved = false;
@@ -571,7 +596,8 @@ static void admit(hx_engine *e)
         hx_stream *s = e->wait[0];
         const int64_t need = (s->n_prompt + s->max_new + HX_PAGE - 1) / HX_PAGE;
 
-        if (e->pages_reserved + need > e->cache->n_page || (s->slot = hx_cache_take(e->cache)) < 0)
+        if (e->pages_reserved + need > e->cache->n_page ||
+            (s->slot = hx_cache_take(e->cache)) < 0)
             break;
         forget(e->wait, &e->n_wait, s);
         e->run[e->n_run++] = s;
@@ -601,7 +627,8 @@ static void admit(hx_engine *e)
 
 /* ---- the loop ---------------------------------------------------------- */
 
-/* Sleeps until there is something to do; when every stream waits for its reader, a moment. */
+/* Sleeps until there is something to do; when every stream waits for its reader, a
+ * moment. */
 static void wait_for_work(hx_engine *e, bool idle)
 {
     struct timespec until;

@@ -1,9 +1,9 @@
-/* arch_glm5_next.c - the family of GLM-5.3-Flash: reads and checks config.json, binds tensors
- * by name. Source: glm5_next.md 1, 16.1 and appendix A. Called by model.c only.
+/* arch_glm5_next.c - the family of GLM-5.3-Flash: reads and checks config.json, binds
+ * tensors by name. Source: glm5_next.md 1, 16.1 and appendix A. Called by model.c only.
  *
- * Names are the release's; EXL3 checkpoints keep them, but may hold a KDA layer's q, k, v as
- * one qkv_proj and its three convolutions as one conv1d. Each linear decides for itself
- * whether it is quantised (weights.c). */
+ * Names are the release's; EXL3 checkpoints keep them, but may hold a KDA layer's q, k, v
+ * as one qkv_proj and its three convolutions as one conv1d. Each linear decides for
+ * itself whether it is quantised (weights.c). */
 #include <stdio.h>
 
 #include "model/model.h"
@@ -15,11 +15,14 @@
 /* Integers of text_config that the description takes. */
 typedef struct {
     const char *key;
-    size_t      offset;      /* int64_t in hx_desc */
-    int64_t     min, max, dflt;      /* dflt 0: must be present */
+    size_t offset;          /* int64_t in hx_desc */
+    int64_t min, max, dflt; /* dflt 0: must be present */
 } int_field;
 
-#define INT(key, member, min, max, dflt) { key, offsetof(hx_desc, member), min, max, dflt }
+#define INT(key, member, min, max, dflt)                                                 \
+    {                                                                                    \
+        key, offsetof(hx_desc, member), min, max, dflt                                   \
+    }
 static const int_field int_fields[] = {
     INT("num_hidden_layers", n_layer, 1, HX_LAYER_MAX, 0),
     INT("hidden_size", width, 1, 1 << 16, 0),
@@ -41,26 +44,64 @@ static const int_field int_fields[] = {
     INT("num_experts_per_tok", n_active, 1, 64, 0),
 };
 
-/* Settings this code implements in one way only: another value would change the result. */
-typedef struct { const char *key, *value; } fixed_field;
+/* Settings this code implements in one way only: another value would change the result.
+ */
+typedef struct {
+    const char *key, *value;
+} fixed_field;
 static const fixed_field fixed_fields[] = {
-    { "n_group", "1" }, { "topk_group", "1" }, { "scoring_func", "\"sigmoid\"" },
-    { "topk_method", "\"noaux_tc\"" }, { "norm_topk_prob", "true" }, { "mhc", "true" },
-    { "hidden_act", "\"silu\"" }, { "attention_bias", "false" }, { "qk_rope_head_dim", "0" },
-    { "index_kpool_compress", "true" }, { "index_kpool_always_select_tail", "true" },
-    { "mla_use_nope", "true" }, { "moe_router_dtype", "\"float32\"" },
+    { "n_group", "1" },
+    { "topk_group", "1" },
+    { "scoring_func", "\"sigmoid\"" },
+    { "topk_method", "\"noaux_tc\"" },
+    { "norm_topk_prob", "true" },
+    { "mhc", "true" },
+    { "hidden_act", "\"silu\"" },
+    { "attention_bias", "false" },
+    { "qk_rope_head_dim", "0" },
+    { "index_kpool_compress", "true" },
+    { "index_kpool_always_select_tail", "true" },
+    { "mla_use_nope", "true" },
+    { "moe_router_dtype", "\"float32\"" },
 };
 
 /* Read elsewhere in this file, or without influence on the result of inference. */
 static const char *const other_fields[] = {
-    "model_type", "dtype", "torch_dtype", "hc_eps", "hc_sinkhorn_iters", "rms_norm_eps",
-    "routed_scaling_factor", "swiglu_limit", "linear_attn_config", "layer_types",
-    "mlp_layer_types", "indexer_types", "first_k_dense_replace", "n_shared_experts",
-    "num_key_value_heads", "qk_head_dim", "head_dim", "eos_token_id", "pad_token_id",
-    "bos_token_id", "tie_word_embeddings", "attention_dropout", "initializer_range", "use_cache",
-    "router_aux_loss_coef", "output_router_logits", "index_share_for_mtp_iteration",
-    "indexer_rope_interleave", "num_nextn_predict_layers", "transformers_version",
-    "architectures", "_name_or_path", "max_window_layers", "rope_parameters", "rope_scaling",
+    "model_type",
+    "dtype",
+    "torch_dtype",
+    "hc_eps",
+    "hc_sinkhorn_iters",
+    "rms_norm_eps",
+    "routed_scaling_factor",
+    "swiglu_limit",
+    "linear_attn_config",
+    "layer_types",
+    "mlp_layer_types",
+    "indexer_types",
+    "first_k_dense_replace",
+    "n_shared_experts",
+    "num_key_value_heads",
+    "qk_head_dim",
+    "head_dim",
+    "eos_token_id",
+    "pad_token_id",
+    "bos_token_id",
+    "tie_word_embeddings",
+    "attention_dropout",
+    "initializer_range",
+    "use_cache",
+    "router_aux_loss_coef",
+    "output_router_logits",
+    "index_share_for_mtp_iteration",
+    "indexer_rope_interleave",
+    "num_nextn_predict_layers",
+    "transformers_version",
+    "architectures",
+    "_name_or_path",
+    "max_window_layers",
+    "rope_parameters",
+    "rope_scaling",
     "rope_theta",
 };
 
@@ -85,11 +126,13 @@ static int check_unknown(const hx_json *t, const char *file, hx_err *err)
         hx_str key;
         const hx_json *v = hx_json_member(t, i, &key);
         const hx_json_type kind = hx_json_kind(v);
-        const bool off = kind == HX_JSON_NULL || (kind == HX_JSON_BOOL && !hx_json_bool(v, true));
+        const bool off =
+            kind == HX_JSON_NULL || (kind == HX_JSON_BOOL && !hx_json_bool(v, true));
 
         if (!off && !is_known(key))
             return hx_fail(err, HX_EUNSUP,
-                           "%s: text_config.%.*s is unknown here and may change the result; remove it if it does not",
+                           "%s: text_config.%.*s is unknown here and may change the "
+                           "result; remove it if it does not",
                            file, (int)HX_MIN(key.n, 80), key.p);
     }
     return 0;
@@ -103,7 +146,8 @@ static int read_ints(hx_desc *d, const hx_json *t, const char *file, hx_err *err
         const int64_t n = hx_json_int(v, v == NULL ? f->dflt : INT64_MIN);
 
         if (n < f->min || n > f->max)
-            return hx_fail(err, HX_EFORMAT, "%s: text_config.%s: %s, expected an integer in %lld..%lld",
+            return hx_fail(err, HX_EFORMAT,
+                           "%s: text_config.%s: %s, expected an integer in %lld..%lld",
                            file, f->key, v == NULL ? "missing" : hx_json_kind_name(v),
                            (long long)f->min, (long long)f->max);
         memcpy((char *)d + f->offset, &n, sizeof n);
@@ -124,8 +168,9 @@ static int check_fixed(const hx_json *t, const char *file, hx_err *err)
         hx_json_write(&b, v);
         same = b.p != NULL && strcmp(b.p, f->value) == 0;
         if (!same)
-            hx_fail(err, HX_EUNSUP, "%s: text_config.%s is %s, this program implements %s", file,
-                    f->key, b.p != NULL ? b.p : "?", f->value);
+            hx_fail(err, HX_EUNSUP,
+                    "%s: text_config.%s is %s, this program implements %s", file, f->key,
+                    b.p != NULL ? b.p : "?", f->value);
         hx_sb_free(&b);
         if (!same)
             return HX_EUNSUP;
@@ -133,15 +178,17 @@ static int check_fixed(const hx_json *t, const char *file, hx_err *err)
     return 0;
 }
 
-static int read_float(const hx_json *t, const char *file, const char *key, double min, double max,
-                      double dflt, float *out, hx_err *err)
+static int read_float(const hx_json *t, const char *file, const char *key, double min,
+                      double max, double dflt, float *out, hx_err *err)
 {
     const hx_json *v = hx_json_get(t, key);
     const double x = hx_json_num(v, dflt);
     const hx_json_type kind = hx_json_kind(v);
 
-    if ((v != NULL && kind != HX_JSON_DOUBLE && kind != HX_JSON_INT) || !(x >= min && x <= max))
-        return hx_fail(err, HX_EFORMAT, "%s: %s: expected a number in %g..%g", file, key, min, max);
+    if ((v != NULL && kind != HX_JSON_DOUBLE && kind != HX_JSON_INT) ||
+        !(x >= min && x <= max))
+        return hx_fail(err, HX_EFORMAT, "%s: %s: expected a number in %g..%g", file, key,
+                       min, max);
     *out = (float)x;
     return 0;
 }
@@ -151,7 +198,8 @@ static int read_kinds(uint8_t *out, int64_t n, const hx_json *list, const char *
                       const char *key, const char *const names[2], hx_err *err)
 {
     if (hx_json_kind(list) != HX_JSON_ARRAY || hx_json_len(list) != (size_t)n)
-        return hx_fail(err, HX_EFORMAT, "%s: text_config.%s: expected a list of %lld names", file, key,
+        return hx_fail(err, HX_EFORMAT,
+                       "%s: text_config.%s: expected a list of %lld names", file, key,
                        (long long)n);
     for (int64_t i = 0; i < n; i++) {
         const hx_str s = hx_json_str(hx_json_at(list, (size_t)i));
@@ -161,30 +209,37 @@ static int read_kinds(uint8_t *out, int64_t n, const hx_json *list, const char *
         else if (hx_str_is(s, names[1]))
             out[i] = 1;
         else
-            return hx_fail(err, HX_EUNSUP, "%s: text_config.%s[%lld]: \"%.*s\", expected \"%s\" or \"%s\"",
-                           file, key, (long long)i, (int)HX_MIN(s.n, 60), s.p ? s.p : "", names[0], names[1]);
+            return hx_fail(
+                err, HX_EUNSUP,
+                "%s: text_config.%s[%lld]: \"%.*s\", expected \"%s\" or \"%s\"", file,
+                key, (long long)i, (int)HX_MIN(s.n, 60), s.p ? s.p : "", names[0],
+                names[1]);
     }
     return 0;
 }
 
 static int read_layers(hx_desc *d, const hx_json *t, const char *file, hx_err *err)
 {
-    static const char *const mixers[2] = { "linear_attention", "deepseek_sparse_attention" };
+    static const char *const mixers[2] = { "linear_attention",
+                                           "deepseek_sparse_attention" };
     static const char *const ffns[2] = { "dense", "sparse" };
     const hx_json *index = hx_json_get(t, "indexer_types");
     const hx_json *kinds = hx_json_get(t, "mlp_layer_types");
     const int64_t dense = hx_json_int(hx_json_get(t, "first_k_dense_replace"), -1);
     int rc;
 
-    if ((rc = read_kinds(d->mixer, d->n_layer, hx_json_get(t, "layer_types"), file, "layer_types",
-                         mixers, err)) != 0)
+    if ((rc = read_kinds(d->mixer, d->n_layer, hx_json_get(t, "layer_types"), file,
+                         "layer_types", mixers, err)) != 0)
         return rc;
     if (kinds != NULL) {
-        if ((rc = read_kinds(d->ffn, d->n_layer, kinds, file, "mlp_layer_types", ffns, err)) != 0)
+        if ((rc = read_kinds(d->ffn, d->n_layer, kinds, file, "mlp_layer_types", ffns,
+                             err)) != 0)
             return rc;
     } else if (dense < 0) {
-        return hx_fail(err, HX_EFORMAT,
-                       "%s: text_config has neither mlp_layer_types nor first_k_dense_replace", file);
+        return hx_fail(
+            err, HX_EFORMAT,
+            "%s: text_config has neither mlp_layer_types nor first_k_dense_replace",
+            file);
     }
     for (int64_t l = 0; l < d->n_layer; l++) {
         const hx_ffn want = l < dense ? HX_FFN_DENSE : HX_FFN_MOE;
@@ -192,13 +247,15 @@ static int read_layers(hx_desc *d, const hx_json *t, const char *file, hx_err *e
         if (kinds == NULL)
             d->ffn[l] = (uint8_t)want;
         else if (dense >= 0 && d->ffn[l] != want)
-            return hx_fail(err, HX_EFORMAT,
-                           "%s: mlp_layer_types[%lld] disagrees with first_k_dense_replace %lld", file,
-                           (long long)l, (long long)dense);
+            return hx_fail(
+                err, HX_EFORMAT,
+                "%s: mlp_layer_types[%lld] disagrees with first_k_dense_replace %lld",
+                file, (long long)l, (long long)dense);
     }
     for (size_t i = 0; i < hx_json_len(index); i++)
         if (!hx_str_is(hx_json_str(hx_json_at(index, i)), "full"))
-            return hx_fail(err, HX_EUNSUP, "%s: text_config.indexer_types[%zu] is not \"full\"", file, i);
+            return hx_fail(err, HX_EUNSUP,
+                           "%s: text_config.indexer_types[%zu] is not \"full\"", file, i);
     return 0;
 }
 
@@ -210,20 +267,25 @@ static int read_kda(hx_desc *d, const hx_json *t, const char *file, hx_err *err)
     d->kda_heads = hx_json_int(hx_json_get(k, "num_heads"), 0);
     d->kda_width = hx_json_int(hx_json_get(k, "head_dim"), 0);
     d->conv_taps = hx_json_int(hx_json_get(k, "short_conv_kernel_size"), 0);
-    if (d->kda_heads < 1 || d->kda_heads > 1024 || d->kda_width < 1 || d->kda_width > 512 ||
-        d->conv_taps < 2 || d->conv_taps > 8)
+    if (d->kda_heads < 1 || d->kda_heads > 1024 || d->kda_width < 1 ||
+        d->kda_width > 512 || d->conv_taps < 2 || d->conv_taps > 8)
         return hx_fail(err, HX_EFORMAT,
-                       "%s: linear_attn_config: num_heads %lld, head_dim %lld, short_conv_kernel_size %lld; expected 1..1024, 1..512, 2..8",
-                       file, (long long)d->kda_heads, (long long)d->kda_width, (long long)d->conv_taps);
+                       "%s: linear_attn_config: num_heads %lld, head_dim %lld, "
+                       "short_conv_kernel_size %lld; expected 1..1024, 1..512, 2..8",
+                       file, (long long)d->kda_heads, (long long)d->kda_width,
+                       (long long)d->conv_taps);
     if (hx_json_kind(hx_json_get(k, "gate_lower_bound")) == HX_JSON_NULL)
         return hx_fail(err, HX_EUNSUP,
-                       "%s: linear_attn_config.gate_lower_bound is absent; only the bounded gate is implemented",
+                       "%s: linear_attn_config.gate_lower_bound is absent; only the "
+                       "bounded gate is implemented",
                        file);
     for (size_t i = 0; i < hx_json_len(list); i++) {
         const int64_t l = hx_json_int(hx_json_at(list, i), -1);
 
         if (l < 0 || l >= d->n_layer || d->mixer[l] != HX_MIX_KDA)
-            return hx_fail(err, HX_EFORMAT, "%s: linear_attn_config.kda_layers names layer %lld, layer_types does not",
+            return hx_fail(err, HX_EFORMAT,
+                           "%s: linear_attn_config.kda_layers names layer %lld, "
+                           "layer_types does not",
                            file, (long long)l);
     }
     return read_float(k, file, "gate_lower_bound", -64, -1e-6, 0, &d->gate_bound, err);
@@ -234,46 +296,59 @@ static int read_floats(hx_desc *d, const hx_json *t, const char *file, hx_err *e
     float iters;
     int rc;
 
-    if ((rc = read_float(t, file, "rms_norm_eps", 1e-12, 1, -1, &d->norm_eps, err)) != 0 ||
+    if ((rc = read_float(t, file, "rms_norm_eps", 1e-12, 1, -1, &d->norm_eps, err)) !=
+            0 ||
         (rc = read_float(t, file, "hc_eps", 0, 1, -1, &d->hc_eps, err)) != 0 ||
         (rc = read_float(t, file, "hc_sinkhorn_iters", 1, 1000, -1, &iters, err)) != 0 ||
-        (rc = read_float(t, file, "routed_scaling_factor", 0, 1e6, -1, &d->route_factor, err)) != 0)
+        (rc = read_float(t, file, "routed_scaling_factor", 0, 1e6, -1, &d->route_factor,
+                         err)) != 0)
         return rc;
     d->hc_iters = (int32_t)iters;
     return read_float(t, file, "swiglu_limit", 0, 1e6, -1, &d->swiglu_limit, err);
 }
 
 /* Relations between fields, and the end ids. */
-static int read_rest(hx_desc *d, const hx_json *config, const hx_json *t, const char *file, hx_err *err)
+static int read_rest(hx_desc *d, const hx_json *config, const hx_json *t,
+                     const char *file, hx_err *err)
 {
     const hx_json *eos = hx_json_get(t, "eos_token_id");
     const hx_json *q = hx_json_get(config, "quantization_config");
     const hx_json *block = hx_json_get(q, "weight_block_size");
     const int64_t shared = hx_json_int(hx_json_get(t, "n_shared_experts"), 1);
-    const int64_t kv_heads = hx_json_int(hx_json_get(t, "num_key_value_heads"), d->mla_heads);
+    const int64_t kv_heads =
+        hx_json_int(hx_json_get(t, "num_key_value_heads"), d->mla_heads);
     const int64_t qk = hx_json_int(hx_json_get(t, "qk_head_dim"), d->k_width);
 
-    if (d->n_active > d->n_expert || kv_heads != d->mla_heads || qk != d->k_width || shared < 1 ||
-        shared > 64 || d->index_topk % d->pool_n != 0 || HX_PAGE % d->pool_n != 0)
-        return hx_fail(err, HX_EUNSUP,
-                       "%s: num_experts_per_tok %lld of %lld, num_key_value_heads %lld of %lld, qk_head_dim %lld of %lld, n_shared_experts %lld, index_topk and %d by index_kpool %lld: not a combination this program implements",
-                       file, (long long)d->n_active, (long long)d->n_expert, (long long)kv_heads,
-                       (long long)d->mla_heads, (long long)qk, (long long)d->k_width,
-                       (long long)shared, HX_PAGE, (long long)d->pool_n);
+    if (d->n_active > d->n_expert || kv_heads != d->mla_heads || qk != d->k_width ||
+        shared < 1 || shared > 64 || d->index_topk % d->pool_n != 0 ||
+        HX_PAGE % d->pool_n != 0)
+        return hx_fail(
+            err, HX_EUNSUP,
+            "%s: num_experts_per_tok %lld of %lld, num_key_value_heads %lld of %lld, "
+            "qk_head_dim %lld of %lld, n_shared_experts %lld, index_topk and %d by "
+            "index_kpool %lld: not a combination this program implements",
+            file, (long long)d->n_active, (long long)d->n_expert, (long long)kv_heads,
+            (long long)d->mla_heads, (long long)qk, (long long)d->k_width,
+            (long long)shared, HX_PAGE, (long long)d->pool_n);
     d->shared_width = shared * d->expert_width;
     d->index_topk /= d->pool_n;
-    for (size_t i = 0; i < HX_MAX(hx_json_len(eos), (size_t)(hx_json_kind(eos) == HX_JSON_INT)); i++) {
-        const int64_t id = hx_json_int(hx_json_kind(eos) == HX_JSON_INT ? eos : hx_json_at(eos, i), -1);
+    for (size_t i = 0;
+         i < HX_MAX(hx_json_len(eos), (size_t)(hx_json_kind(eos) == HX_JSON_INT)); i++) {
+        const int64_t id =
+            hx_json_int(hx_json_kind(eos) == HX_JSON_INT ? eos : hx_json_at(eos, i), -1);
 
         if (id < 0 || id >= d->n_vocab || d->n_eos == (int32_t)HX_LEN(d->eos))
-            return hx_fail(err, HX_EFORMAT, "%s: eos_token_id %lld: expected up to %zu ids below %lld", file,
-                           (long long)id, HX_LEN(d->eos), (long long)d->n_vocab);
+            return hx_fail(err, HX_EFORMAT,
+                           "%s: eos_token_id %lld: expected up to %zu ids below %lld",
+                           file, (long long)id, HX_LEN(d->eos), (long long)d->n_vocab);
         d->eos[d->n_eos++] = (int32_t)id;
     }
     d->fp8_block_n = (int32_t)hx_json_int(hx_json_at(block, 0), 128);
     d->fp8_block_k = (int32_t)hx_json_int(hx_json_at(block, 1), 128);
     if (d->fp8_block_n < 1 || d->fp8_block_k < 1)
-        return hx_fail(err, HX_EFORMAT, "%s: quantization_config.weight_block_size must be positive", file);
+        return hx_fail(err, HX_EFORMAT,
+                       "%s: quantization_config.weight_block_size must be positive",
+                       file);
     return 0;
 }
 
@@ -289,7 +364,8 @@ static int glm_config(hx_desc *d, const hx_json *config, const char *file, hx_er
     d->reply_format = "glm";
     d->unlimited_ctx = true;
     if ((rc = read_ints(d, t, file, err)) != 0 || (rc = check_fixed(t, file, err)) != 0 ||
-        (rc = check_unknown(t, file, err)) != 0 || (rc = read_layers(d, t, file, err)) != 0 ||
+        (rc = check_unknown(t, file, err)) != 0 ||
+        (rc = read_layers(d, t, file, err)) != 0 ||
         (rc = read_kda(d, t, file, err)) != 0 || (rc = read_floats(d, t, file, err)) != 0)
         return rc;
     return read_rest(d, config, t, file, err);
@@ -300,8 +376,8 @@ static int glm_config(hx_desc *d, const hx_json *config, const char *file, hx_er
 /* Binds names under one prefix. */
 typedef struct {
     hx_model *m;
-    char      prefix[128];
-    hx_err   *err;
+    char prefix[128];
+    hx_err *err;
 } binder;
 
 static int mat(const binder *b, const char *name, int64_t n, int64_t k, hx_mat *out)
@@ -310,8 +386,9 @@ static int mat(const binder *b, const char *name, int64_t n, int64_t k, hx_mat *
     const hx_desc *d = &b->m->desc;
 
     snprintf(key, sizeof key, "%s%s", b->prefix, name);
-    const hx_mat_want want = { .key = key, .n = n, .k = k, .block_n = d->fp8_block_n,
-                               .block_k = d->fp8_block_k };
+    const hx_mat_want want = {
+        .key = key, .n = n, .k = k, .block_n = d->fp8_block_n, .block_k = d->fp8_block_k
+    };
     return hx_weights_mat(b->m->weights, &want, out, b->err);
 }
 
@@ -352,7 +429,7 @@ static int bind_conv(const binder *b, hx_buf *out)
 
     if (w == NULL)
         return hx_fail(b->err, HX_ENOMEM, "%sconv1d: no memory", b->prefix);
-    *out = (hx_buf){ w, 3 * part * sizeof(float) };
+    *out = (hx_buf) { w, 3 * part * sizeof(float) };
     snprintf(key, sizeof key, "%sconv1d.weight", b->prefix);
     if (hx_weights_find(b->m->weights, key) != NULL) {
         const hx_vec_want want = { .name = key, .dim = { 3 * hk, 1, d->conv_taps } };
@@ -362,7 +439,8 @@ static int bind_conv(const binder *b, hx_buf *out)
     for (int i = 0; i < 3; i++) {
         snprintf(key, sizeof key, "%s%s.weight", b->prefix, names[i]);
         const hx_vec_want want = { .name = key, .dim = { hk, 1, d->conv_taps } };
-        const int rc = hx_weights_copy(b->m->weights, &want, w + (size_t)i * part, b->err);
+        const int rc =
+            hx_weights_copy(b->m->weights, &want, w + (size_t)i * part, b->err);
 
         if (rc != 0)
             return rc;
@@ -411,9 +489,11 @@ static int bind_kv_b(const binder *b, hx_mat *out)
     *out = raw;
     if (raw.fmt != HX_FMT_EXL3)
         return 0;
-    if ((w = hx_arena_alloc(&b->m->arena, (size_t)(n * d->latent) * sizeof(float))) == NULL)
-        return hx_fail(b->err, HX_ENOMEM, "%skv_b_proj: no memory to expand it", b->prefix);
-    *out = (hx_mat){ .fmt = HX_FMT_F32, .n = n, .k = d->latent, .w = w };
+    if ((w = hx_arena_alloc(&b->m->arena, (size_t)(n * d->latent) * sizeof(float))) ==
+        NULL)
+        return hx_fail(b->err, HX_ENOMEM, "%skv_b_proj: no memory to expand it",
+                       b->prefix);
+    *out = (hx_mat) { .fmt = HX_FMT_F32, .n = n, .k = d->latent, .w = w };
     return hx_mat_expand(&raw, w, b->err);
 }
 
@@ -432,15 +512,18 @@ static int bind_mla(const binder *b, hx_mla *w)
         (rc = vec(b, "kv_a_layernorm.weight", d->latent, 0, &w->kv_norm)) != 0 ||
         (rc = mat(b, "indexer.wq_b", d->index_heads * i, d->q_rank, &w->index_q)) != 0 ||
         (rc = mat(b, "indexer.wk", i, d->width, &w->index_k)) != 0 ||
-        (rc = mat(b, "indexer.weights_proj", d->index_heads, d->width, &w->index_weight)) != 0 ||
-        (rc = mat(b, "indexer.index_kpool_compress_gate", i, d->width, &w->index_gate)) != 0 ||
+        (rc = mat(b, "indexer.weights_proj", d->index_heads, d->width,
+                  &w->index_weight)) != 0 ||
+        (rc = mat(b, "indexer.index_kpool_compress_gate", i, d->width, &w->index_gate)) !=
+            0 ||
         (rc = vec(b, "indexer.k_norm.weight", i, 0, &w->index_norm_w)) != 0 ||
         (rc = vec(b, "indexer.k_norm.bias", i, 0, &w->index_norm_b)) != 0)
         return rc;
     return vec(b, "indexer.index_kpool_compress_ape", d->pool_n, i, &w->ape);
 }
 
-/* gate, up and down of one MLP; prefix ends in "mlp.", "…shared_experts." or "…experts.N." */
+/* gate, up and down of one MLP; prefix ends in "mlp.", "…shared_experts." or
+ * "…experts.N." */
 static int bind_mlp(const binder *b, int64_t width, hx_expert *e)
 {
     const int64_t d = b->m->desc.width;
@@ -459,21 +542,24 @@ static int bind_moe(binder *b, int64_t l, hx_layer *w)
     int rc;
 
     if ((rc = mat(b, "gate", d->n_expert, d->width, &w->router)) != 0 ||
-        (rc = vec(b, "gate.e_score_correction_bias", d->n_expert, 0, &w->router_bias)) != 0)
+        (rc = vec(b, "gate.e_score_correction_bias", d->n_expert, 0, &w->router_bias)) !=
+            0)
         return rc;
     if (w->router.fmt == HX_FMT_EXL3)
-        return hx_fail(b->err, HX_EUNSUP, "%sgate: a quantised router is not supported", b->prefix);
+        return hx_fail(b->err, HX_EUNSUP, "%sgate: a quantised router is not supported",
+                       b->prefix);
     w->expert = hx_arena_alloc(&m->arena, (size_t)d->n_expert * sizeof *w->expert);
     if (w->expert == NULL)
-        return hx_fail(b->err, HX_ENOMEM, "layer %lld: no memory for %lld experts", (long long)l,
-                       (long long)d->n_expert);
+        return hx_fail(b->err, HX_ENOMEM, "layer %lld: no memory for %lld experts",
+                       (long long)l, (long long)d->n_expert);
     for (int64_t e = 0; e < d->n_expert; e++) {
-        snprintf(b->prefix, sizeof b->prefix, TRUNK "layers.%lld.mlp.experts.%lld.", (long long)l,
-                 (long long)e);
+        snprintf(b->prefix, sizeof b->prefix, TRUNK "layers.%lld.mlp.experts.%lld.",
+                 (long long)l, (long long)e);
         if ((rc = bind_mlp(b, d->expert_width, &w->expert[e])) != 0)
             return rc;
     }
-    snprintf(b->prefix, sizeof b->prefix, TRUNK "layers.%lld.mlp.shared_experts.", (long long)l);
+    snprintf(b->prefix, sizeof b->prefix, TRUNK "layers.%lld.mlp.shared_experts.",
+             (long long)l);
     return bind_mlp(b, d->shared_width, &w->dense);
 }
 
@@ -485,7 +571,8 @@ static int bind_layer(binder *b, int64_t l, hx_layer *w)
     w->mixer = (hx_mixer)d->mixer[l];
     w->ffn = (hx_ffn)d->ffn[l];
     snprintf(b->prefix, sizeof b->prefix, TRUNK "layers.%lld.", (long long)l);
-    if ((rc = bind_hc(b, "attn", &w->hc_attn)) != 0 || (rc = bind_hc(b, "ffn", &w->hc_ffn)) != 0 ||
+    if ((rc = bind_hc(b, "attn", &w->hc_attn)) != 0 ||
+        (rc = bind_hc(b, "ffn", &w->hc_ffn)) != 0 ||
         (rc = vec(b, "input_layernorm.weight", d->width, 0, &w->norm_attn)) != 0 ||
         (rc = vec(b, "post_attention_layernorm.weight", d->width, 0, &w->norm_ffn)) != 0)
         return rc;
@@ -494,7 +581,8 @@ static int bind_layer(binder *b, int64_t l, hx_layer *w)
     if (rc != 0)
         return rc;
     snprintf(b->prefix, sizeof b->prefix, TRUNK "layers.%lld.mlp.", (long long)l);
-    return w->ffn == HX_FFN_DENSE ? bind_mlp(b, d->dense_width, &w->dense) : bind_moe(b, l, w);
+    return w->ffn == HX_FFN_DENSE ? bind_mlp(b, d->dense_width, &w->dense)
+                                  : bind_moe(b, l, w);
 }
 
 static int glm_bind(hx_model *m, hx_err *err)
@@ -507,7 +595,8 @@ static int glm_bind(hx_model *m, hx_err *err)
         (rc = vec(&b, "norm.weight", d->width, 0, &m->norm)) != 0)
         return rc;
     if (m->embed.fmt == HX_FMT_EXL3)
-        return hx_fail(err, HX_EUNSUP, TRUNK "embed_tokens: a quantised embedding is not supported");
+        return hx_fail(err, HX_EUNSUP,
+                       TRUNK "embed_tokens: a quantised embedding is not supported");
     for (int64_t l = 0; l < d->n_layer; l++)
         if ((rc = bind_layer(&b, l, &m->layer[l])) != 0)
             return rc;

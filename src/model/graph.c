@@ -1,33 +1,38 @@
 /* graph.c - the layer walk and its workspace: embedding, layers in slices, output matrix.
  *
- * One graph serves calls of up to max_rows rows; the engine keeps two, for prefill and for
- * decode, so that decode steps can run between the slices of a prefill chunk. All memory is
- * taken at open. Called by the engine thread only. */
+ * One graph serves calls of up to max_rows rows; the engine keeps two, for prefill and
+ * for decode, so that decode steps can run between the slices of a prefill chunk. All
+ * memory is taken at open. Called by the engine thread only. */
 #include "model/model.h"
 
 /* Rows whose index scores are computed together; bounds the score buffer. */
 #define SCORE_ROWS 64
 
 struct hx_graph {
-    hx_model       *model;
-    hx_dev         *dev;
-    hx_cache       *cache;
-    int64_t         max_rows, max_out;
-    hx_buf          streams, x, y, post, comb;      /* f32 [R, S, D], [R, D], [R, D], [R, S], [R, S, S] */
-    hx_buf          id, span;                       /* i32 [R]; hx_span [HX_SPAN_MAX] */
-    hx_buf          hidden, logits;                 /* f32 [n_out, D], [n_out, N] */
-    hx_layer_call   call;
-    uint64_t        bytes;
-    const hx_batch *batch;                          /* since begin */
-    int64_t         next;                           /* layer that comes next */
+    hx_model *model;
+    hx_dev *dev;
+    hx_cache *cache;
+    int64_t max_rows, max_out;
+    hx_buf streams, x, y, post,
+        comb;              /* f32 [R, S, D], [R, D], [R, D], [R, S], [R, S, S] */
+    hx_buf id, span;       /* i32 [R]; hx_span [HX_SPAN_MAX] */
+    hx_buf hidden, logits; /* f32 [n_out, D], [n_out, N] */
+    hx_layer_call call;
+    uint64_t bytes;
+    const hx_batch *batch; /* since begin */
+    int64_t next;          /* layer that comes next */
 };
 
 /* Widths, in floats per row, of the workspace's scratch buffers. */
 static int64_t wide_floats(const hx_desc *d)
 {
-    const int64_t all[] = { 3 * d->kda_heads * d->kda_width, d->mla_heads * d->k_width,
-                            d->mla_heads * d->v_width, d->mla_heads * d->latent,
-                            d->index_heads * d->index_width, d->dense_width, d->shared_width };
+    const int64_t all[] = { 3 * d->kda_heads * d->kda_width,
+                            d->mla_heads * d->k_width,
+                            d->mla_heads * d->v_width,
+                            d->mla_heads * d->latent,
+                            d->index_heads * d->index_width,
+                            d->dense_width,
+                            d->shared_width };
     int64_t best = 1;
 
     for (size_t i = 0; i < HX_LEN(all); i++)
@@ -59,16 +64,31 @@ static int take_all(hx_graph *g, int64_t max_ctx, hx_err *err)
 
     c->score_rows = HX_MIN(r, SCORE_ROWS);
     c->ld_score = (max_ctx + d->pool_n - 1) / d->pool_n;
-    const struct { hx_buf *b; int64_t rows, floats; } want[] = {
-        { &g->streams, r, s * d->width }, { &g->x, r, d->width }, { &g->y, r, d->width },
-        { &g->post, r, s }, { &g->comb, r, s * s }, { &g->id, r, 1 },
+    const struct {
+        hx_buf *b;
+        int64_t rows, floats;
+    } want[] = {
+        { &g->streams, r, s * d->width },
+        { &g->x, r, d->width },
+        { &g->y, r, d->width },
+        { &g->post, r, s },
+        { &g->comb, r, s * s },
+        { &g->id, r, 1 },
         { &g->span, HX_SPAN_MAX, sizeof(hx_span) / sizeof(float) },
-        { &g->hidden, g->max_out, d->width }, { &g->logits, g->max_out, d->n_vocab },
-        { &c->a, r, wide }, { &c->b, r, wide }, { &c->c, r, wide }, { &c->e, r, wide },
-        { &c->g, r, d->kda_heads * d->kda_width }, { &c->small, r, narrow_floats(d) },
-        { &c->part, r, d->n_active * d->width }, { &c->route_id, r, d->n_active },
-        { &c->route_w, r, d->n_active }, { &c->route_score, r, d->n_expert },
-        { &c->score, c->score_rows, c->ld_score }, { &c->pick, c->score_rows, d->index_topk },
+        { &g->hidden, g->max_out, d->width },
+        { &g->logits, g->max_out, d->n_vocab },
+        { &c->a, r, wide },
+        { &c->b, r, wide },
+        { &c->c, r, wide },
+        { &c->e, r, wide },
+        { &c->g, r, d->kda_heads * d->kda_width },
+        { &c->small, r, narrow_floats(d) },
+        { &c->part, r, d->n_active * d->width },
+        { &c->route_id, r, d->n_active },
+        { &c->route_w, r, d->n_active },
+        { &c->route_score, r, d->n_expert },
+        { &c->score, c->score_rows, c->ld_score },
+        { &c->pick, c->score_rows, d->index_topk },
         { &c->n_pick, c->score_rows, 1 },
     };
 
@@ -89,7 +109,8 @@ int hx_graph_open(hx_graph **out, hx_model *m, hx_dev *dev, hx_cache *c, int64_t
 
     *out = NULL;
     if (max_rows < 1 || max_out < 1)
-        return hx_fail(err, HX_EARG, "graph: %lld rows, %lld logits rows; each must be at least 1",
+        return hx_fail(err, HX_EARG,
+                       "graph: %lld rows, %lld logits rows; each must be at least 1",
                        (long long)max_rows, (long long)max_out);
     if ((g = hx_new(hx_graph, 1)) == NULL)
         return hx_fail(err, HX_ENOMEM, "graph: no memory");
@@ -111,9 +132,11 @@ void hx_graph_close(hx_graph *g)
     if (g == NULL)
         return;
     hx_layer_call *c = &g->call;
-    hx_buf *all[] = { &g->streams, &g->x, &g->y, &g->post, &g->comb, &g->id, &g->span, &g->hidden, &g->logits,
-                      &c->a, &c->b, &c->c, &c->e, &c->g, &c->small, &c->part, &c->route_id,
-                      &c->route_w, &c->route_score, &c->score, &c->pick, &c->n_pick };
+    hx_buf *all[] = { &g->streams, &g->x,        &g->y,       &g->post,        &g->comb,
+                      &g->id,      &g->span,     &g->hidden,  &g->logits,      &c->a,
+                      &c->b,       &c->c,        &c->e,       &c->g,           &c->small,
+                      &c->part,    &c->route_id, &c->route_w, &c->route_score, &c->score,
+                      &c->pick,    &c->n_pick };
 
     for (size_t i = 0; i < HX_LEN(all); i++)
         hx_dev_free(g->dev, all[i]);
@@ -149,10 +172,11 @@ int hx_graph_begin(hx_graph *g, const hx_batch *b, hx_err *err)
     int rc;
 
     if (b->rows.n_span > HX_SPAN_MAX)
-        return hx_fail(err, HX_EARG, "graph: %d spans, at most %d", b->rows.n_span, HX_SPAN_MAX);
+        return hx_fail(err, HX_EARG, "graph: %d spans, at most %d", b->rows.n_span,
+                       HX_SPAN_MAX);
     if (b->rows.n_row < 1 || b->rows.n_row > g->max_rows)
-        return hx_fail(err, HX_EARG, "graph: %lld rows, expected 1..%lld", (long long)b->rows.n_row,
-                       (long long)g->max_rows);
+        return hx_fail(err, HX_EARG, "graph: %lld rows, expected 1..%lld",
+                       (long long)b->rows.n_row, (long long)g->max_rows);
     g->batch = b;
     g->next = 0;
     c->dev = g->dev;
@@ -164,10 +188,14 @@ int hx_graph_begin(hx_graph *g, const hx_batch *b, hx_err *err)
     c->x = g->x;
     c->y = g->y;
     if ((rc = hx_dev_put(g->dev, g->id, b->id, n_id * sizeof *b->id, err)) != 0 ||
-        (rc = hx_dev_put(g->dev, g->span, b->rows.span, n_span * sizeof(hx_span), err)) != 0)
+        (rc = hx_dev_put(g->dev, g->span, b->rows.span, n_span * sizeof(hx_span), err)) !=
+            0)
         return rc;
-    const hx_embed_args embed = { .y = g->streams, .id = g->id, .table = &g->model->embed,
-                                  .rows = b->rows.n_row, .streams = d->streams };
+    const hx_embed_args embed = { .y = g->streams,
+                                  .id = g->id,
+                                  .table = &g->model->embed,
+                                  .rows = b->rows.n_row,
+                                  .streams = d->streams };
     return hx_op_embed(g->dev, &embed, err);
 }
 
@@ -176,13 +204,27 @@ static int site_open(hx_graph *g, const hx_hc *hc, hx_buf norm, hx_err *err)
 {
     const hx_desc *d = &g->model->desc;
     const int64_t rows = g->batch->rows.n_row;
-    const hx_hc_mix_args mix = { .x = g->x, .post = g->post, .comb = g->comb, .streams = g->streams,
-                                 .base = hc->base, .scale = hc->scale,
-                                 .fn = hc->fn.w != NULL ? &hc->fn : NULL, .rows = rows,
-                                 .streams_n = d->streams, .dim = d->width, .norm_eps = d->norm_eps,
-                                 .eps = d->hc_eps, .iters = d->hc_iters };
-    const hx_rmsnorm_args rms = { .y = g->x, .x = g->x, .w = norm, .rows = rows, .dim = d->width,
-                                  .ldx = d->width, .ldy = d->width, .eps = d->norm_eps };
+    const hx_hc_mix_args mix = { .x = g->x,
+                                 .post = g->post,
+                                 .comb = g->comb,
+                                 .streams = g->streams,
+                                 .base = hc->base,
+                                 .scale = hc->scale,
+                                 .fn = hc->fn.w != NULL ? &hc->fn : NULL,
+                                 .rows = rows,
+                                 .streams_n = d->streams,
+                                 .dim = d->width,
+                                 .norm_eps = d->norm_eps,
+                                 .eps = d->hc_eps,
+                                 .iters = d->hc_iters };
+    const hx_rmsnorm_args rms = { .y = g->x,
+                                  .x = g->x,
+                                  .w = norm,
+                                  .rows = rows,
+                                  .dim = d->width,
+                                  .ldx = d->width,
+                                  .ldy = d->width,
+                                  .eps = d->norm_eps };
     const int rc = hx_op_hc_mix(g->dev, &mix, err);
 
     return rc != 0 ? rc : hx_op_rmsnorm(g->dev, &rms, err);
@@ -192,9 +234,13 @@ static int site_open(hx_graph *g, const hx_hc *hc, hx_buf norm, hx_err *err)
 static int site_close(hx_graph *g, hx_err *err)
 {
     const hx_desc *d = &g->model->desc;
-    const hx_hc_merge_args merge = { .streams = g->streams, .y = g->y, .post = g->post,
-                                     .comb = g->comb, .rows = g->batch->rows.n_row,
-                                     .streams_n = d->streams, .dim = d->width };
+    const hx_hc_merge_args merge = { .streams = g->streams,
+                                     .y = g->y,
+                                     .post = g->post,
+                                     .comb = g->comb,
+                                     .rows = g->batch->rows.n_row,
+                                     .streams_n = d->streams,
+                                     .dim = d->width };
 
     return hx_op_hc_merge(g->dev, &merge, err);
 }
@@ -222,7 +268,8 @@ static int one_layer(hx_graph *g, int64_t l, hx_err *err)
     if (rc != 0)
         return rc;
     tap(g, "attn_out", g->y);
-    if ((rc = site_close(g, err)) != 0 || (rc = site_open(g, &w->hc_ffn, w->norm_ffn, err)) != 0)
+    if ((rc = site_close(g, err)) != 0 ||
+        (rc = site_open(g, &w->hc_ffn, w->norm_ffn, err)) != 0)
         return rc;
     tap(g, "mlp_in", g->x);
     rc = w->ffn == HX_FFN_DENSE ? hx_layers_dense(c, &w->dense, g->y, err)
@@ -258,13 +305,25 @@ int hx_graph_out(hx_graph *g, int64_t row0, int64_t n, hx_err *err)
     hx_assert(g->batch != NULL && g->next == d->n_layer);
     hx_assert(row0 >= 0 && n >= 1 && n <= g->max_out && row0 + n <= g->batch->rows.n_row);
     const hx_hc_mean_args mean = { .y = g->hidden,
-                                   .streams = hx_buf_at(g->streams, (size_t)row0 * row_bytes),
-                                   .rows = n, .streams_n = d->streams, .dim = d->width };
-    const hx_rmsnorm_args rms = { .y = g->hidden, .x = g->hidden, .w = g->model->norm, .rows = n,
-                                  .dim = d->width, .ldx = d->width, .ldy = d->width,
+                                   .streams =
+                                       hx_buf_at(g->streams, (size_t)row0 * row_bytes),
+                                   .rows = n,
+                                   .streams_n = d->streams,
+                                   .dim = d->width };
+    const hx_rmsnorm_args rms = { .y = g->hidden,
+                                  .x = g->hidden,
+                                  .w = g->model->norm,
+                                  .rows = n,
+                                  .dim = d->width,
+                                  .ldx = d->width,
+                                  .ldy = d->width,
                                   .eps = d->norm_eps };
-    const hx_matmul_args head = { .y = g->logits, .x = g->hidden, .w = &g->model->head, .rows = n,
-                                  .ldx = d->width, .ldy = d->n_vocab };
+    const hx_matmul_args head = { .y = g->logits,
+                                  .x = g->hidden,
+                                  .w = &g->model->head,
+                                  .rows = n,
+                                  .ldx = d->width,
+                                  .ldy = d->n_vocab };
 
     if ((rc = hx_op_hc_mean(g->dev, &mean, err)) != 0 ||
         (rc = hx_op_rmsnorm(g->dev, &rms, err)) != 0)

@@ -13,7 +13,9 @@ static hx_buf floats_at(hx_buf b, int64_t offset)
 static int linear(const hx_layer_call *c, hx_buf y, int64_t ldy, hx_buf x, int64_t ldx,
                   const hx_mat *w, hx_err *err)
 {
-    const hx_matmul_args a = { .y = y, .x = x, .w = w, .rows = c->rows.n_row, .ldx = ldx, .ldy = ldy };
+    const hx_matmul_args a = {
+        .y = y, .x = x, .w = w, .rows = c->rows.n_row, .ldx = ldx, .ldy = ldy
+    };
 
     return hx_op_matmul(c->dev, &a, err);
 }
@@ -27,20 +29,28 @@ static void tap(const hx_layer_call *c, const char *what, hx_buf data)
 /* ---- KDA ------------------------------------------------------------- */
 
 /* q, k and v after convolution and SiLU: c->b f32 [R, 3 H K]. */
-static int kda_qkv(const hx_layer_call *c, const hx_kda *w, hx_layer_mem *mem, hx_err *err)
+static int kda_qkv(const hx_layer_call *c, const hx_kda *w, hx_layer_mem *mem,
+                   hx_err *err)
 {
     const int64_t wide = 3 * c->d->kda_heads * c->d->kda_width;
     int64_t at = 0;
     int rc;
 
     for (int32_t i = 0; i < w->n_qkv; i++) {
-        if ((rc = linear(c, floats_at(c->a, at), wide, c->x, c->d->width, &w->qkv[i], err)) != 0)
+        if ((rc = linear(c, floats_at(c->a, at), wide, c->x, c->d->width, &w->qkv[i],
+                         err)) != 0)
             return rc;
         at += w->qkv[i].n;
     }
     const hx_conv_short_args conv = {
-        .y = c->b, .u = c->a, .w = w->conv, .state = mem->conv_state, .pend = mem->conv_pend,
-        .rows = c->rows, .channels = wide, .taps = c->d->conv_taps,
+        .y = c->b,
+        .u = c->a,
+        .w = w->conv,
+        .state = mem->conv_state,
+        .pend = mem->conv_pend,
+        .rows = c->rows,
+        .channels = wide,
+        .taps = c->d->conv_taps,
         .hold = c->phase == HX_PHASE_DECODE,
     };
     return hx_op_conv_short(c->dev, &conv, err);
@@ -57,8 +67,15 @@ static int kda_gates(const hx_layer_call *c, const hx_kda *w, hx_buf beta, hx_er
         (rc = linear(c, beta, c->d->kda_heads, c->x, d, &w->b, err)) != 0)
         return rc;
     const hx_kda_gate_args gate = {
-        .g = c->g, .beta = beta, .f = c->g, .b = beta, .a_log = w->a_log, .dt_bias = w->dt_bias,
-        .rows = c->rows.n_row, .heads = c->d->kda_heads, .width = c->d->kda_width,
+        .g = c->g,
+        .beta = beta,
+        .f = c->g,
+        .b = beta,
+        .a_log = w->a_log,
+        .dt_bias = w->dt_bias,
+        .rows = c->rows.n_row,
+        .heads = c->d->kda_heads,
+        .width = c->d->kda_width,
         .bound = c->d->gate_bound,
     };
     return hx_op_kda_gate(c->dev, &gate, err);
@@ -66,16 +83,26 @@ static int kda_gates(const hx_layer_call *c, const hx_kda *w, hx_buf beta, hx_er
 
 int hx_layers_kda(const hx_layer_call *c, const hx_kda *w, hx_layer_mem *mem, hx_err *err)
 {
-    const int64_t h = c->d->kda_heads, k = c->d->kda_width, hk = h * k, rows = c->rows.n_row;
+    const int64_t h = c->d->kda_heads, k = c->d->kda_width, hk = h * k,
+                  rows = c->rows.n_row;
     const hx_buf beta = floats_at(c->small, rows * HX_MAX(w->f_a.n, w->g_a.n));
     int rc;
 
     if ((rc = kda_qkv(c, w, mem, err)) != 0 || (rc = kda_gates(c, w, beta, err)) != 0)
         return rc;
     const hx_kda_step_args delta = {
-        .o = c->e, .q = c->b, .k = floats_at(c->b, hk), .v = floats_at(c->b, 2 * hk), .g = c->g,
-        .beta = beta, .state = mem->kda_state, .pend = mem->kda_pend, .rows = c->rows,
-        .heads = h, .width = k, .ld = 3 * hk,
+        .o = c->e,
+        .q = c->b,
+        .k = floats_at(c->b, hk),
+        .v = floats_at(c->b, 2 * hk),
+        .g = c->g,
+        .beta = beta,
+        .state = mem->kda_state,
+        .pend = mem->kda_pend,
+        .rows = c->rows,
+        .heads = h,
+        .width = k,
+        .ld = 3 * hk,
     };
     rc = c->phase == HX_PHASE_DECODE ? hx_op_kda_step(c->dev, &delta, err)
                                      : hx_op_kda_chunk(c->dev, &delta, err);
@@ -83,8 +110,14 @@ int hx_layers_kda(const hx_layer_call *c, const hx_kda *w, hx_layer_mem *mem, hx
         (rc = linear(c, c->small, w->g_a.n, c->x, c->d->width, &w->g_a, err)) != 0 ||
         (rc = linear(c, c->c, hk, c->small, w->g_a.n, &w->g_b, err)) != 0)
         return rc;
-    const hx_kda_out_args out = { .y = c->e, .o = c->e, .z = c->c, .w = w->o_norm, .rows = rows,
-                                  .heads = h, .width = k, .eps = c->d->norm_eps };
+    const hx_kda_out_args out = { .y = c->e,
+                                  .o = c->e,
+                                  .z = c->c,
+                                  .w = w->o_norm,
+                                  .rows = rows,
+                                  .heads = h,
+                                  .width = k,
+                                  .eps = c->d->norm_eps };
     if ((rc = hx_op_kda_out(c->dev, &out, err)) != 0)
         return rc;
     return linear(c, c->y, c->d->width, c->e, hk, &w->o, err);
@@ -93,7 +126,9 @@ int hx_layers_kda(const hx_layer_call *c, const hx_kda *w, hx_layer_mem *mem, hx
 /* ---- MLA ------------------------------------------------------------- */
 
 /* Views of c->small, each dense [R, .]. */
-typedef struct { hx_buf qr, latent, key, gate, weight; } mla_rows;
+typedef struct {
+    hx_buf qr, latent, key, gate, weight;
+} mla_rows;
 
 static mla_rows split_small(const hx_layer_call *c)
 {
@@ -110,8 +145,14 @@ static mla_rows split_small(const hx_layer_call *c)
 
 static int norm_rows(const hx_layer_call *c, hx_buf x, hx_buf w, int64_t dim, hx_err *err)
 {
-    const hx_rmsnorm_args a = { .y = x, .x = x, .w = w, .rows = c->rows.n_row, .dim = dim,
-                                .ldx = dim, .ldy = dim, .eps = c->d->norm_eps };
+    const hx_rmsnorm_args a = { .y = x,
+                                .x = x,
+                                .w = w,
+                                .rows = c->rows.n_row,
+                                .dim = dim,
+                                .ldx = dim,
+                                .ldy = dim,
+                                .eps = c->d->norm_eps };
 
     return hx_op_rmsnorm(c->dev, &a, err);
 }
@@ -128,16 +169,27 @@ static int mla_project(const hx_layer_call *c, const hx_mla *w, hx_layer_mem *me
         (rc = linear(c, m->latent, d->latent, c->x, d->width, &w->kv_a, err)) != 0 ||
         (rc = norm_rows(c, m->latent, w->kv_norm, d->latent, err)) != 0 ||
         (rc = linear(c, m->key, d->index_width, c->x, d->width, &w->index_k, err)) != 0 ||
-        (rc = linear(c, m->gate, d->index_width, c->x, d->width, &w->index_gate, err)) != 0)
+        (rc = linear(c, m->gate, d->index_width, c->x, d->width, &w->index_gate, err)) !=
+            0)
         return rc;
-    const hx_layernorm_args ln = { .y = m->key, .x = m->key, .w = w->index_norm_w,
-                                   .b = w->index_norm_b, .rows = c->rows.n_row,
-                                   .dim = d->index_width, .ldx = d->index_width,
-                                   .ldy = d->index_width, .eps = 1e-6f };
-    const hx_latent_append_args latent = { .c = m->latent, .ldc = d->latent, .cache = mem->latent,
-                                           .rows = c->rows };
-    const hx_index_append_args index = { .key = m->key, .gate = m->gate, .ape = w->ape,
-                                         .ring = mem->ring, .pool = mem->pool, .rows = c->rows,
+    const hx_layernorm_args ln = { .y = m->key,
+                                   .x = m->key,
+                                   .w = w->index_norm_w,
+                                   .b = w->index_norm_b,
+                                   .rows = c->rows.n_row,
+                                   .dim = d->index_width,
+                                   .ldx = d->index_width,
+                                   .ldy = d->index_width,
+                                   .eps = 1e-6f };
+    const hx_latent_append_args latent = {
+        .c = m->latent, .ldc = d->latent, .cache = mem->latent, .rows = c->rows
+    };
+    const hx_index_append_args index = { .key = m->key,
+                                         .gate = m->gate,
+                                         .ape = w->ape,
+                                         .ring = mem->ring,
+                                         .pool = mem->pool,
+                                         .rows = c->rows,
                                          .pool_n = d->pool_n };
     if ((rc = hx_op_layernorm(c->dev, &ln, err)) != 0 ||
         (rc = hx_op_latent_append(c->dev, &latent, err)) != 0)
@@ -151,7 +203,7 @@ typedef struct {
     hx_span span[SEG_SPANS];
     int32_t n_span;
     int64_t row0, n_row;
-    bool    sparse;
+    bool sparse;
 } mla_seg;
 
 /* Attention of rows row0 on, which are all rows of *rows. */
@@ -162,20 +214,33 @@ static int attend_rows(const hx_layer_call *c, hx_layer_mem *mem, hx_buf iq, hx_
     const int64_t hz = d->mla_heads * d->latent, k = d->index_topk;
     int rc;
 
-    hx_mla_attend_args att = { .z = floats_at(c->c, row0 * hz), .q = floats_at(c->b, row0 * hz),
-                               .cache = mem->latent, .rows = *rows, .heads = d->mla_heads,
-                               .pool_n = d->pool_n, .k_pick = k,
+    hx_mla_attend_args att = { .z = floats_at(c->c, row0 * hz),
+                               .q = floats_at(c->b, row0 * hz),
+                               .cache = mem->latent,
+                               .rows = *rows,
+                               .heads = d->mla_heads,
+                               .pool_n = d->pool_n,
+                               .k_pick = k,
                                .scale = 1.0f / sqrtf((float)d->k_width) };
     if (sparse) {
         const hx_index_score_args score = {
-            .score = c->score, .q = floats_at(iq, row0 * d->index_heads * d->index_width),
-            .w = floats_at(iw, row0 * d->index_heads), .pool = mem->pool, .rows = *rows,
-            .heads = d->index_heads, .pool_n = d->pool_n, .ld_score = c->ld_score,
+            .score = c->score,
+            .q = floats_at(iq, row0 * d->index_heads * d->index_width),
+            .w = floats_at(iw, row0 * d->index_heads),
+            .pool = mem->pool,
+            .rows = *rows,
+            .heads = d->index_heads,
+            .pool_n = d->pool_n,
+            .ld_score = c->ld_score,
             .scale = 1.0f / sqrtf((float)d->index_width),
             .w_scale = 1.0f / sqrtf((float)d->index_heads),
         };
-        const hx_topk_args topk = { .pick = c->pick, .n_pick = c->n_pick, .score = c->score,
-                                    .rows = *rows, .k = k, .pool_n = d->pool_n,
+        const hx_topk_args topk = { .pick = c->pick,
+                                    .n_pick = c->n_pick,
+                                    .score = c->score,
+                                    .rows = *rows,
+                                    .k = k,
+                                    .pool_n = d->pool_n,
                                     .ld_score = c->ld_score };
 
         if ((rc = hx_op_index_score(c->dev, &score, err)) != 0 ||
@@ -189,11 +254,12 @@ static int attend_rows(const hx_layer_call *c, hx_layer_mem *mem, hx_buf iq, hx_
     return hx_op_mla_attend(c->dev, &att, err);
 }
 
-static int attend_seg(const hx_layer_call *c, hx_layer_mem *mem, hx_buf iq, hx_buf iw, mla_seg *s,
-                      hx_err *err)
+static int attend_seg(const hx_layer_call *c, hx_layer_mem *mem, hx_buf iq, hx_buf iw,
+                      mla_seg *s, hx_err *err)
 {
     const hx_rows rows = { .span = s->span, .n_span = s->n_span, .n_row = s->n_row };
-    const int rc = s->n_row > 0 ? attend_rows(c, mem, iq, iw, &rows, s->row0, s->sparse, err) : 0;
+    const int rc =
+        s->n_row > 0 ? attend_rows(c, mem, iq, iw, &rows, s->row0, s->sparse, err) : 0;
 
     s->row0 += s->n_row;
     s->n_row = s->n_span = 0;
@@ -201,11 +267,12 @@ static int attend_seg(const hx_layer_call *c, hx_layer_mem *mem, hx_buf iq, hx_b
 }
 
 /* Attention of all rows. Up to index_topk pools every position is attended and needs no
- * scores; beyond, rows are scored in groups that the score buffer holds. A row's result does
- * not depend on its group. */
-static int attend(const hx_layer_call *c, hx_layer_mem *mem, hx_buf iq, hx_buf iw, hx_err *err)
+ * scores; beyond, rows are scored in groups that the score buffer holds. A row's result
+ * does not depend on its group. */
+static int attend(const hx_layer_call *c, hx_layer_mem *mem, hx_buf iq, hx_buf iw,
+                  hx_err *err)
 {
-    const int64_t first_sparse = (c->d->index_topk + 1) * c->d->pool_n - 1;     /* position */
+    const int64_t first_sparse = (c->d->index_topk + 1) * c->d->pool_n - 1; /* position */
     mla_seg s = { 0 };
     int rc;
 
@@ -224,15 +291,18 @@ static int attend(const hx_layer_call *c, hx_layer_mem *mem, hx_buf iq, hx_buf i
 
             if (!sparse)
                 n = HX_MIN(n, first_sparse - pos);
-            if (s.n_row > 0 && (s.sparse != sparse || s.n_span == SEG_SPANS ||
-                                (sparse && s.n_row == c->score_rows)) &&
+            if (s.n_row > 0 &&
+                (s.sparse != sparse || s.n_span == SEG_SPANS ||
+                 (sparse && s.n_row == c->score_rows)) &&
                 (rc = attend_seg(c, mem, iq, iw, &s, err)) != 0)
                 return rc;
             if (sparse)
                 n = HX_MIN(n, c->score_rows - s.n_row);
             s.sparse = sparse;
-            s.span[s.n_span++] = (hx_span){ .slot = sp.slot, .row0 = (int32_t)s.n_row,
-                                            .n_row = (int32_t)n, .pos0 = (int32_t)pos };
+            s.span[s.n_span++] = (hx_span) { .slot = sp.slot,
+                                             .row0 = (int32_t)s.n_row,
+                                             .n_row = (int32_t)n,
+                                             .pos0 = (int32_t)pos };
             s.n_row += n;
             done += (int32_t)n;
         }
@@ -248,16 +318,31 @@ int hx_layers_mla(const hx_layer_call *c, const hx_mla *w, hx_layer_mem *mem, hx
     int rc;
 
     if ((rc = mla_project(c, w, mem, &m, err)) != 0 ||
-        (rc = linear(c, c->a, d->mla_heads * d->k_width, m.qr, d->q_rank, &w->q_b, err)) != 0 ||
-        (rc = linear(c, c->e, d->index_heads * d->index_width, m.qr, d->q_rank, &w->index_q, err)) != 0 ||
-        (rc = linear(c, m.weight, d->index_heads, c->x, d->width, &w->index_weight, err)) != 0)
+        (rc = linear(c, c->a, d->mla_heads * d->k_width, m.qr, d->q_rank, &w->q_b,
+                     err)) != 0 ||
+        (rc = linear(c, c->e, d->index_heads * d->index_width, m.qr, d->q_rank,
+                     &w->index_q, err)) != 0 ||
+        (rc = linear(c, m.weight, d->index_heads, c->x, d->width, &w->index_weight,
+                     err)) != 0)
         return rc;
-    const hx_head_matmul_args absorb = { .y = c->b, .x = c->a, .w = &w->kv_b, .rows = c->rows.n_row,
-                                         .heads = d->mla_heads, .n = d->k_width, .stride = stride,
-                                         .first = 0, .transposed = true };
-    const hx_head_matmul_args expand = { .y = c->a, .x = c->c, .w = &w->kv_b, .rows = c->rows.n_row,
-                                         .heads = d->mla_heads, .n = d->v_width, .stride = stride,
-                                         .first = d->k_width, .transposed = false };
+    const hx_head_matmul_args absorb = { .y = c->b,
+                                         .x = c->a,
+                                         .w = &w->kv_b,
+                                         .rows = c->rows.n_row,
+                                         .heads = d->mla_heads,
+                                         .n = d->k_width,
+                                         .stride = stride,
+                                         .first = 0,
+                                         .transposed = true };
+    const hx_head_matmul_args expand = { .y = c->a,
+                                         .x = c->c,
+                                         .w = &w->kv_b,
+                                         .rows = c->rows.n_row,
+                                         .heads = d->mla_heads,
+                                         .n = d->v_width,
+                                         .stride = stride,
+                                         .first = d->k_width,
+                                         .transposed = false };
     if ((rc = hx_op_head_matmul(c->dev, &absorb, err)) != 0 ||
         (rc = attend(c, mem, c->e, m.weight, err)) != 0 ||
         (rc = hx_op_head_matmul(c->dev, &expand, err)) != 0)
@@ -270,8 +355,12 @@ int hx_layers_mla(const hx_layer_call *c, const hx_mla *w, hx_layer_mem *mem, hx
 int hx_layers_dense(const hx_layer_call *c, const hx_expert *w, hx_buf y, hx_err *err)
 {
     const int64_t d = c->d->width, f = w->gate.n;
-    const hx_swiglu_args act = { .y = c->a, .gate = c->a, .up = c->b, .rows = c->rows.n_row,
-                                 .dim = f, .limit = c->d->swiglu_limit };
+    const hx_swiglu_args act = { .y = c->a,
+                                 .gate = c->a,
+                                 .up = c->b,
+                                 .rows = c->rows.n_row,
+                                 .dim = f,
+                                 .limit = c->d->swiglu_limit };
     int rc;
 
     if ((rc = linear(c, c->a, f, c->x, d, &w->gate, err)) != 0 ||
@@ -285,15 +374,29 @@ int hx_layers_moe(const hx_layer_call *c, const hx_layer *w, hx_err *err)
 {
     const hx_desc *d = c->d;
     const int64_t rows = c->rows.n_row;
-    const hx_router_args route = { .id = c->route_id, .weight = c->route_w, .x = c->x,
-                                   .bias = w->router_bias, .score = c->route_score,
-                                   .w = &w->router, .rows = rows, .active = d->n_active,
+    const hx_router_args route = { .id = c->route_id,
+                                   .weight = c->route_w,
+                                   .x = c->x,
+                                   .bias = w->router_bias,
+                                   .score = c->route_score,
+                                   .w = &w->router,
+                                   .rows = rows,
+                                   .active = d->n_active,
                                    .factor = d->route_factor };
-    const hx_moe_args moe = { .y = c->part, .x = c->x, .id = c->route_id, .expert = w->expert,
-                              .n_expert = d->n_expert, .rows = rows, .active = d->n_active,
+    const hx_moe_args moe = { .y = c->part,
+                              .x = c->x,
+                              .id = c->route_id,
+                              .expert = w->expert,
+                              .n_expert = d->n_expert,
+                              .rows = rows,
+                              .active = d->n_active,
                               .limit = d->swiglu_limit };
-    const hx_combine_args combine = { .y = c->y, .base = c->y, .part = c->part,
-                                      .weight = c->route_w, .rows = rows, .active = d->n_active,
+    const hx_combine_args combine = { .y = c->y,
+                                      .base = c->y,
+                                      .part = c->part,
+                                      .weight = c->route_w,
+                                      .rows = rows,
+                                      .active = d->n_active,
                                       .dim = d->width };
     int rc;
 

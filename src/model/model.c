@@ -1,5 +1,5 @@
-/* model.c - opens a model: recognises its family, lets it read the config and bind tensors.
- * Called by the engine and by inspect. Knows no tensor names. */
+/* model.c - opens a model: recognises its family, lets it read the config and bind
+ * tensors. Called by the engine and by inspect. Knows no tensor names. */
 #include <stdio.h>
 
 #include "model/model.h"
@@ -46,14 +46,31 @@ static int visit_expert(const visitor *v, hx_expert *e, hx_err *err)
 
 static int visit_layer(const visitor *v, hx_layer *w, int64_t n_expert, hx_err *err)
 {
-    hx_mat *const mats[] = { &w->hc_attn.fn, &w->hc_ffn.fn, &w->kda.qkv[0], &w->kda.qkv[1],
-                             &w->kda.qkv[2], &w->kda.f_a, &w->kda.f_b, &w->kda.b, &w->kda.g_a,
-                             &w->kda.g_b, &w->kda.o, &w->mla.q_a, &w->mla.q_b, &w->mla.kv_a,
-                             &w->mla.kv_b, &w->mla.o, &w->mla.index_q, &w->mla.index_k,
-                             &w->mla.index_weight, &w->mla.index_gate, &w->router };
-    hx_buf *const vecs[] = { &w->hc_attn.base, &w->hc_attn.scale, &w->hc_ffn.base, &w->hc_ffn.scale,
-                             &w->norm_attn, &w->norm_ffn, &w->kda.conv, &w->kda.a_log,
-                             &w->kda.dt_bias, &w->kda.o_norm, &w->mla.q_norm, &w->mla.kv_norm,
+    hx_mat *const mats[] = { &w->hc_attn.fn,
+                             &w->hc_ffn.fn,
+                             &w->kda.qkv[0],
+                             &w->kda.qkv[1],
+                             &w->kda.qkv[2],
+                             &w->kda.f_a,
+                             &w->kda.f_b,
+                             &w->kda.b,
+                             &w->kda.g_a,
+                             &w->kda.g_b,
+                             &w->kda.o,
+                             &w->mla.q_a,
+                             &w->mla.q_b,
+                             &w->mla.kv_a,
+                             &w->mla.kv_b,
+                             &w->mla.o,
+                             &w->mla.index_q,
+                             &w->mla.index_k,
+                             &w->mla.index_weight,
+                             &w->mla.index_gate,
+                             &w->router };
+    hx_buf *const vecs[] = { &w->hc_attn.base,     &w->hc_attn.scale,    &w->hc_ffn.base,
+                             &w->hc_ffn.scale,     &w->norm_attn,        &w->norm_ffn,
+                             &w->kda.conv,         &w->kda.a_log,        &w->kda.dt_bias,
+                             &w->kda.o_norm,       &w->mla.q_norm,       &w->mla.kv_norm,
                              &w->mla.index_norm_w, &w->mla.index_norm_b, &w->mla.ape,
                              &w->router_bias };
     int rc = visit_mats(v, mats, HX_LEN(mats), err);
@@ -94,7 +111,11 @@ static int add_mat(void *ud, hx_mat *w, hx_err *err)
 #define PLACE_ALIGN 256
 
 /* Copies to placed, or only adds up when dev is NULL. */
-typedef struct { hx_dev *dev; hx_buf placed; size_t at; } placer;
+typedef struct {
+    hx_dev *dev;
+    hx_buf placed;
+    size_t at;
+} placer;
 
 static int place(placer *p, const void **w, size_t bytes, hx_err *err)
 {
@@ -115,11 +136,13 @@ static int place(placer *p, const void **w, size_t bytes, hx_err *err)
 
 static int place_mat(void *ud, hx_mat *w, hx_err *err)
 {
-    static const size_t elem[HX_N_FMT] = { [HX_FMT_F32] = 4, [HX_FMT_F16] = 2, [HX_FMT_BF16] = 2,
-                                           [HX_FMT_FP8] = 1 };
+    static const size_t elem[HX_N_FMT] = {
+        [HX_FMT_F32] = 4, [HX_FMT_F16] = 2, [HX_FMT_BF16] = 2, [HX_FMT_FP8] = 1
+    };
     const bool exl3 = w->fmt == HX_FMT_EXL3, fp8 = w->fmt == HX_FMT_FP8;
     const size_t grid = fp8 ? (size_t)((w->n + w->block_n - 1) / w->block_n) *
-                                  (size_t)((w->k + w->block_k - 1) / w->block_k) : 0;
+                                  (size_t)((w->k + w->block_k - 1) / w->block_k)
+                            : 0;
     const size_t bytes = exl3 ? (size_t)(w->n_pad * w->k_pad) / 16 * (size_t)w->k2
                               : (size_t)(w->n * w->k) * elem[w->fmt];
     int rc;
@@ -149,10 +172,11 @@ int hx_model_place(hx_model *m, hx_dev *dev, hx_err *err)
 
     if (hx_dev_is_host(dev))
         return 0;
-    if ((rc = visit(m, &v, err)) != 0 || (rc = hx_dev_alloc(dev, &m->placed, p.at, err)) != 0)
+    if ((rc = visit(m, &v, err)) != 0 ||
+        (rc = hx_dev_alloc(dev, &m->placed, p.at, err)) != 0)
         return rc;
     m->dev = dev;
-    p = (placer){ .dev = dev, .placed = m->placed };
+    p = (placer) { .dev = dev, .placed = m->placed };
     return visit(m, &v, err);
 }
 
@@ -165,7 +189,9 @@ static const hx_arch *find_arch(const hx_json *config, const char *file, hx_err 
     for (size_t i = 0; i < HX_LEN(archs); i++)
         if (hx_str_is(type, archs[i]->model_type))
             return archs[i];
-    hx_fail(err, HX_EUNSUP, "%s: model_type \"%.*s\" is not supported; this program runs glm5_next (GLM-5.3-Flash)",
+    hx_fail(err, HX_EUNSUP,
+            "%s: model_type \"%.*s\" is not supported; this program runs glm5_next "
+            "(GLM-5.3-Flash)",
             file, (int)HX_MIN(type.n, 60), type.p != NULL ? type.p : "");
     return NULL;
 }
@@ -178,19 +204,22 @@ static int read_config(hx_model *m, const char *dir, const hx_arch **arch, hx_er
     int rc;
 
     if ((size_t)snprintf(path, sizeof path, "%s/config.json", dir) >= sizeof path)
-        return hx_fail(err, HX_EARG, "model folder: name longer than %zu bytes", sizeof path);
+        return hx_fail(err, HX_EARG, "model folder: name longer than %zu bytes",
+                       sizeof path);
     if ((rc = hx_file_read(path, CONFIG_MAX_BYTES, &text, &n, err)) != 0)
         return rc;
-    if ((rc = hx_json_parse(&config, (hx_str){ text, n }, 0, err)) == 0) {
+    if ((rc = hx_json_parse(&config, (hx_str) { text, n }, 0, err)) == 0) {
         *arch = find_arch(config, "config.json", err);
-        rc = *arch == NULL ? HX_EUNSUP : (*arch)->config(&m->desc, config, "config.json", err);
+        rc = *arch == NULL ? HX_EUNSUP
+                           : (*arch)->config(&m->desc, config, "config.json", err);
     }
     hx_json_free(config);
     hx_free(text);
     return rc;
 }
 
-static int open_folder(hx_model *m, const char *dir, hx_load_fn *on_load, void *ud, hx_err *err)
+static int open_folder(hx_model *m, const char *dir, hx_load_fn *on_load, void *ud,
+                       hx_err *err)
 {
     const hx_arch *arch = NULL;
     int rc;
@@ -200,15 +229,17 @@ static int open_folder(hx_model *m, const char *dir, hx_load_fn *on_load, void *
         return rc;
     m->layer = hx_arena_alloc(&m->arena, (size_t)m->desc.n_layer * sizeof *m->layer);
     if (m->layer == NULL)
-        return hx_fail(err, HX_ENOMEM, "model: no memory for %lld layers", (long long)m->desc.n_layer);
-    /* Read in first: binding looks at a page of every matrix, which from a cold disk in random
-     * order would take longer than reading all of it in a row. */
+        return hx_fail(err, HX_ENOMEM, "model: no memory for %lld layers",
+                       (long long)m->desc.n_layer);
+    /* Read in first: binding looks at a page of every matrix, which from a cold disk in
+     * random order would take longer than reading all of it in a row. */
     if ((rc = hx_weights_advise(m->weights, on_load, ud, err)) != 0)
         return rc;
     return arch->bind(m, err);
 }
 
-int hx_model_open(hx_model **out, const char *dir, hx_load_fn *on_load, void *ud, hx_err *err)
+int hx_model_open(hx_model **out, const char *dir, hx_load_fn *on_load, void *ud,
+                  hx_err *err)
 {
     hx_model *m;
     int rc;
@@ -227,7 +258,7 @@ int hx_model_open(hx_model **out, const char *dir, hx_load_fn *on_load, void *ud
     }
     if (rc != 0)
         return rc;
-    visit(m, &(visitor){ add_mat, NULL, m }, err);
+    visit(m, &(visitor) { add_mat, NULL, m }, err);
     *out = m;
     return 0;
 }
@@ -246,11 +277,19 @@ void hx_model_close(hx_model *m)
 
 hx_dev_limits hx_model_limits(const hx_desc *d, int64_t max_rows, int64_t max_ctx)
 {
-    const int64_t wide[] = { d->width * d->streams, 3 * d->kda_heads * d->kda_width,
-                             d->mla_heads * HX_MAX(HX_MAX(d->k_width, d->v_width), d->latent),
-                             d->dense_width, d->shared_width, d->expert_width, d->q_rank };
-    hx_dev_limits l = { .max_rows = max_rows, .max_active = d->n_active, .max_expert = d->n_expert,
-                        .max_heads = HX_MAX(HX_MAX(d->kda_heads, d->mla_heads), d->index_heads),
+    const int64_t wide[] = { d->width * d->streams,
+                             3 * d->kda_heads * d->kda_width,
+                             d->mla_heads *
+                                 HX_MAX(HX_MAX(d->k_width, d->v_width), d->latent),
+                             d->dense_width,
+                             d->shared_width,
+                             d->expert_width,
+                             d->q_rank };
+    hx_dev_limits l = { .max_rows = max_rows,
+                        .max_active = d->n_active,
+                        .max_expert = d->n_expert,
+                        .max_heads =
+                            HX_MAX(HX_MAX(d->kda_heads, d->mla_heads), d->index_heads),
                         .max_ctx = max_ctx };
 
     for (size_t i = 0; i < HX_LEN(wide); i++)

@@ -1,12 +1,14 @@
-/* model.h - a model as data and as mathematics: description, layers, sequence memory, graph.
+/* model.h - a model as data and as mathematics: description, layers, sequence memory,
+ * graph.
  *
  * Knows tensors and positions; knows neither requests nor text.
  *
  * Shape letters, here and in every comment below:
  *   R rows (tokens in a call)   D model width        S residual streams (mHC)   H heads
- *   K key width                 V value width        Z latent rank              I index width
- *   C cached positions          P tokens per pool    E experts                  A active experts
- *   F expert width              N vocabulary         Q slots (sequences with state) */
+ *   K key width                 V value width        Z latent rank              I index
+ * width C cached positions          P tokens per pool    E experts                  A
+ * active experts F expert width              N vocabulary         Q slots (sequences with
+ * state) */
 #ifndef HX_MODEL_H
 #define HX_MODEL_H
 
@@ -19,45 +21,48 @@ typedef enum { HX_MIX_KDA, HX_MIX_MLA } hx_mixer;
 typedef enum { HX_FFN_DENSE, HX_FFN_MOE } hx_ffn;
 
 #define HX_LAYER_MAX 512
-#define HX_SPAN_MAX  64         /* sequences in one call */
+#define HX_SPAN_MAX  64 /* sequences in one call */
 
 /* What config.json says, checked. Widths in elements. */
 typedef struct {
-    const char *arch;                  /* "glm5_next" */
-    const char *reply_format;          /* a row of reply.c */
+    const char *arch;         /* "glm5_next" */
+    const char *reply_format; /* a row of reply.c */
     int64_t n_layer, width, n_vocab, ctx_trained;
-    bool    unlimited_ctx;             /* no positional encoding: ctx_trained is advice */
-    float   norm_eps;
+    bool unlimited_ctx; /* no positional encoding: ctx_trained is advice */
+    float norm_eps;
     /* mHC */
     int64_t streams;
     int32_t hc_iters;
-    float   hc_eps;
+    float hc_eps;
     /* KDA */
     int64_t kda_heads, kda_width, conv_taps;
-    float   gate_bound;
+    float gate_bound;
     /* MLA and its indexer */
     int64_t mla_heads, k_width, v_width, q_rank, latent;
     int64_t index_heads, index_width, index_topk /* pools */, pool_n;
     /* feed-forward */
     int64_t dense_width, expert_width, shared_width, n_expert, n_active;
-    float   route_factor, swiglu_limit;
+    float route_factor, swiglu_limit;
     /* FP8 grids */
     int32_t fp8_block_n, fp8_block_k;
-    uint8_t mixer[HX_LAYER_MAX];       /* [n_layer] hx_mixer */
-    uint8_t ffn[HX_LAYER_MAX];         /* [n_layer] hx_ffn */
+    uint8_t mixer[HX_LAYER_MAX]; /* [n_layer] hx_mixer */
+    uint8_t ffn[HX_LAYER_MAX];   /* [n_layer] hx_ffn */
     int32_t eos[16], n_eos;
 } hx_desc;
 
 /* ---- layers ---------------------------------------------------------- */
 
-typedef struct { hx_mat fn; hx_buf base, scale; } hx_hc;      /* fn.w NULL: plain residual */
+typedef struct {
+    hx_mat fn;
+    hx_buf base, scale;
+} hx_hc; /* fn.w NULL: plain residual */
 
 typedef struct {
-    hx_mat  qkv[3];                    /* n_qkv 1: fused rows q, k, v; 3: each by itself */
+    hx_mat qkv[3]; /* n_qkv 1: fused rows q, k, v; 3: each by itself */
     int32_t n_qkv;
-    hx_mat  f_a, f_b, b, g_a, g_b, o;
-    hx_buf  conv;                      /* f32 [3 H K, taps], rows q, k, v */
-    hx_buf  a_log, dt_bias, o_norm;
+    hx_mat f_a, f_b, b, g_a, g_b, o;
+    hx_buf conv; /* f32 [3 H K, taps], rows q, k, v */
+    hx_buf a_log, dt_bias, o_norm;
 } hx_kda;
 
 typedef struct {
@@ -68,40 +73,43 @@ typedef struct {
 } hx_mla;
 
 typedef struct {
-    hx_mixer   mixer;
-    hx_ffn     ffn;
-    hx_hc      hc_attn, hc_ffn;
-    hx_buf     norm_attn, norm_ffn;    /* f32 [D] */
-    hx_kda     kda;
-    hx_mla     mla;
-    hx_expert  dense;                  /* dense MLP, or the shared expert of a MoE layer */
-    hx_mat     router;
-    hx_buf     router_bias;
-    hx_expert *expert;                 /* [E] */
+    hx_mixer mixer;
+    hx_ffn ffn;
+    hx_hc hc_attn, hc_ffn;
+    hx_buf norm_attn, norm_ffn; /* f32 [D] */
+    hx_kda kda;
+    hx_mla mla;
+    hx_expert dense; /* dense MLP, or the shared expert of a MoE layer */
+    hx_mat router;
+    hx_buf router_bias;
+    hx_expert *expert; /* [E] */
 } hx_layer;
 
 typedef struct hx_model {
-    hx_desc     desc;
-    hx_mat      embed, head;
-    hx_buf      norm;                  /* f32 [D] */
-    hx_layer   *layer;                 /* [n_layer] */
-    hx_weights *weights;               /* NULL for a synthetic model */
-    hx_arena    arena;                 /* layers, experts, converted vectors */
-    void       *synth;                 /* synthetic weights [synth_bytes] */
-    size_t      synth_bytes;
-    uint64_t    n_param, weight_bytes;
-    hx_dev     *dev;                   /* where placed lies; NULL: weights are read where they are */
-    hx_buf      placed;                /* all weights on the device */
+    hx_desc desc;
+    hx_mat embed, head;
+    hx_buf norm;         /* f32 [D] */
+    hx_layer *layer;     /* [n_layer] */
+    hx_weights *weights; /* NULL for a synthetic model */
+    hx_arena arena;      /* layers, experts, converted vectors */
+    void *synth;         /* synthetic weights [synth_bytes] */
+    size_t synth_bytes;
+    uint64_t n_param, weight_bytes;
+    hx_dev *dev;   /* where placed lies; NULL: weights are read where they are */
+    hx_buf placed; /* all weights on the device */
 } hx_model;
 
 /* Opens a checkpoint folder, or "synthetic:NAME[,layers=N][,experts=N][,seed=S]".
- * Errors: HX_EIO, HX_EFORMAT, HX_EUNSUP, HX_ENOMEM; the sentence names file and tensor. */
-int  hx_model_open(hx_model **out, const char *dir, hx_load_fn *on_load, void *ud, hx_err *err);
+ * Errors: HX_EIO, HX_EFORMAT, HX_EUNSUP, HX_ENOMEM; the sentence names file and tensor.
+ */
+int hx_model_open(hx_model **out, const char *dir, hx_load_fn *on_load, void *ud,
+                  hx_err *err);
 void hx_model_close(hx_model *m);
 bool hx_model_is_synthetic(const char *dir);
-/* Copies all weights to a device with memory of its own and points the model there; nothing for
- * others. The model must be closed before the device. Errors: HX_ENOMEM (both numbers). */
-int  hx_model_place(hx_model *m, hx_dev *dev, hx_err *err);
+/* Copies all weights to a device with memory of its own and points the model there;
+ * nothing for others. The model must be closed before the device. Errors: HX_ENOMEM (both
+ * numbers). */
+int hx_model_place(hx_model *m, hx_dev *dev, hx_err *err);
 
 /* Sizes that a device must reckon with for calls of up to max_rows rows. */
 hx_dev_limits hx_model_limits(const hx_desc *d, int64_t max_rows, int64_t max_ctx);
@@ -114,41 +122,43 @@ typedef struct {
 } hx_arch;
 
 #define HX_ARCHS(X) X(glm5_next)
-#define X(name) extern const hx_arch hx_arch_##name;
+#define X(name)     extern const hx_arch hx_arch_##name;
 HX_ARCHS(X)
 #undef X
 
 /* Random weights of the shapes that m->desc asks for, at the real model's rates
  * (synth.c). gigabyte-sized: reports through on_load. */
-int hx_synth_open(hx_model **out, const char *spec, hx_load_fn *on_load, void *ud, hx_err *err);
+int hx_synth_open(hx_model **out, const char *spec, hx_load_fn *on_load, void *ud,
+                  hx_err *err);
 
 /* ---- sequence memory ------------------------------------------------- */
 
-/* State of one layer, for all slots. KDA layers own the first group, MLA layers the second. */
+/* State of one layer, for all slots. KDA layers own the first group, MLA layers the
+ * second. */
 typedef struct {
-    hx_buf   kda_state, kda_pend, conv_state, conv_pend;
+    hx_buf kda_state, kda_pend, conv_state, conv_pend;
     hx_pages latent, pool;
-    hx_buf   ring;
+    hx_buf ring;
 } hx_layer_mem;
 
 typedef struct {
-    int64_t  n_pos;                    /* positions computed, pending rows included */
-    int32_t  pend;                     /* the last so many are pending (see kda_step) */
-    int32_t  n_page;
-    bool     used;
+    int64_t n_pos; /* positions computed, pending rows included */
+    int32_t pend;  /* the last so many are pending (see kda_step) */
+    int32_t n_page;
+    bool used;
 } hx_slot;
 
 typedef struct hx_cache {
-    hx_dev       *dev;
-    hx_layer_mem *mem;                 /* [n_layer] */
-    int64_t       n_layer;
-    hx_slot      *slot;                /* [n_slot] */
-    int32_t       n_slot, n_page, max_page;
-    int32_t      *table;               /* [n_slot, max_page] page of each 64 positions, -1: none */
-    hx_buf        table_dev;           /* the same on the device */
-    int32_t      *free_page;           /* stack */
-    int32_t       n_free;
-    uint64_t      bytes;
+    hx_dev *dev;
+    hx_layer_mem *mem; /* [n_layer] */
+    int64_t n_layer;
+    hx_slot *slot; /* [n_slot] */
+    int32_t n_slot, n_page, max_page;
+    int32_t *table;     /* [n_slot, max_page] page of each 64 positions, -1: none */
+    hx_buf table_dev;   /* the same on the device */
+    int32_t *free_page; /* stack */
+    int32_t n_free;
+    uint64_t bytes;
 } hx_cache;
 
 /* Bytes of one page over all layers, and of one slot's recurrent state. */
@@ -156,14 +166,14 @@ uint64_t hx_cache_page_bytes(const hx_desc *d, hx_cache_fmt fmt);
 uint64_t hx_cache_slot_bytes(const hx_desc *d);
 
 /* All memory is taken here. Errors: HX_EARG, HX_ENOMEM. Thread: the engine's. */
-int  hx_cache_open(hx_cache **out, const hx_desc *d, hx_dev *dev, int32_t n_slot, int64_t ctx_tokens,
-                   int32_t n_page, hx_cache_fmt fmt, hx_err *err);
+int hx_cache_open(hx_cache **out, const hx_desc *d, hx_dev *dev, int32_t n_slot,
+                  int64_t ctx_tokens, int32_t n_page, hx_cache_fmt fmt, hx_err *err);
 void hx_cache_close(hx_cache *c);
 /* A free slot with nothing in it, or -1. */
 int32_t hx_cache_take(hx_cache *c);
-void    hx_cache_drop(hx_cache *c, int32_t slot);      /* its pages go back */
+void hx_cache_drop(hx_cache *c, int32_t slot); /* its pages go back */
 /* Makes room for positions 0 .. n_pos - 1. Errors: HX_ENOMEM when no page is free. */
-int  hx_cache_grow(hx_cache *c, int32_t slot, int64_t n_pos, hx_err *err);
+int hx_cache_grow(hx_cache *c, int32_t slot, int64_t n_pos, hx_err *err);
 
 /* ---- graph ----------------------------------------------------------- */
 
@@ -173,31 +183,34 @@ int  hx_cache_grow(hx_cache *c, int32_t slot, int64_t n_pos, hx_err *err);
 typedef enum { HX_PHASE_PREFILL, HX_PHASE_DECODE } hx_phase;
 
 typedef struct {
-    hx_phase       phase;
-    const int32_t *id;                 /* [rows.n_row] */
-    hx_rows        rows;               /* spans; row numbers start at 0 */
+    hx_phase phase;
+    const int32_t *id; /* [rows.n_row] */
+    hx_rows rows;      /* spans; row numbers start at 0 */
 } hx_batch;
 
 typedef struct hx_graph hx_graph;
 
-/* Called after each layer with the streams f32 [R, S, D] (device memory), and for the steps
- * inside it: "attn_out", "mlp_in", "mlp_out" f32 [R, D], "router_id", "router_w" [R, A], and for
- * rows that select, group by group in row order, "pick" i32 [rows, index_topk] pools. */
-typedef void hx_tap_fn(void *ud, int64_t layer, const char *what, hx_buf data, int64_t rows);
+/* Called after each layer with the streams f32 [R, S, D] (device memory), and for the
+ * steps inside it: "attn_out", "mlp_in", "mlp_out" f32 [R, D], "router_id", "router_w"
+ * [R, A], and for rows that select, group by group in row order, "pick" i32 [rows,
+ * index_topk] pools. */
+typedef void hx_tap_fn(void *ud, int64_t layer, const char *what, hx_buf data,
+                       int64_t rows);
 
 /* Workspace for calls of up to max_rows rows and max_out logits rows. */
-int  hx_graph_open(hx_graph **out, hx_model *m, hx_dev *dev, hx_cache *c, int64_t max_rows,
-                   int64_t max_out, int64_t max_ctx, hx_err *err);
+int hx_graph_open(hx_graph **out, hx_model *m, hx_dev *dev, hx_cache *c, int64_t max_rows,
+                  int64_t max_out, int64_t max_ctx, hx_err *err);
 void hx_graph_close(hx_graph *g);
 uint64_t hx_graph_bytes(const hx_graph *g);
 void hx_graph_tap(hx_graph *g, hx_tap_fn *fn, void *ud);
 
-/* One call is begin, then layers [l0, l1) in order in any number of slices, then any number of
- * out, each of which leaves logits f32 [n, N] and the hidden rows after the last norm f32 [n, D] of
- * rows row0 .. row0 + n - 1. The batch is borrowed until the next begin. Nothing here allocates. */
-int  hx_graph_begin(hx_graph *g, const hx_batch *b, hx_err *err);
-int  hx_graph_layers(hx_graph *g, int64_t l0, int64_t l1, hx_err *err);
-int  hx_graph_out(hx_graph *g, int64_t row0, int64_t n, hx_err *err);
+/* One call is begin, then layers [l0, l1) in order in any number of slices, then any
+ * number of out, each of which leaves logits f32 [n, N] and the hidden rows after the
+ * last norm f32 [n, D] of rows row0 .. row0 + n - 1. The batch is borrowed until the next
+ * begin. Nothing here allocates. */
+int hx_graph_begin(hx_graph *g, const hx_batch *b, hx_err *err);
+int hx_graph_layers(hx_graph *g, int64_t l0, int64_t l1, hx_err *err);
+int hx_graph_out(hx_graph *g, int64_t row0, int64_t n, hx_err *err);
 hx_buf hx_graph_logits(const hx_graph *g);
 hx_buf hx_graph_hidden(const hx_graph *g);
 
@@ -205,27 +218,29 @@ hx_buf hx_graph_hidden(const hx_graph *g);
 
 /* Everything a sub-layer needs; buffers are the graph's workspace. */
 typedef struct {
-    hx_dev       *dev;
+    hx_dev *dev;
     const hx_desc *d;
-    hx_phase      phase;
-    bool          uniform;             /* the same list of operations at any length, as a replayed
-                                        * graph needs: every row goes through the selection */
-    hx_rows       rows;
-    hx_buf x;                          /* f32 [R, D] input, normalised */
-    hx_buf y;                          /* f32 [R, D] output */
-    hx_buf a, b, c, e;                 /* scratch rows, each f32 [R, wide] */
-    hx_buf g, small;                   /* f32 [R, H K], f32 [R, narrow] */
-    hx_buf part;                       /* f32 [R, A, D] outputs of experts */
+    hx_phase phase;
+    bool uniform; /* the same list of operations at any length, as a replayed
+                   * graph needs: every row goes through the selection */
+    hx_rows rows;
+    hx_buf x;          /* f32 [R, D] input, normalised */
+    hx_buf y;          /* f32 [R, D] output */
+    hx_buf a, b, c, e; /* scratch rows, each f32 [R, wide] */
+    hx_buf g, small;   /* f32 [R, H K], f32 [R, narrow] */
+    hx_buf part;       /* f32 [R, A, D] outputs of experts */
     hx_buf route_id, route_w, route_score;
-    hx_buf score, pick, n_pick;        /* indexer: f32 [score_rows, ld], i32 [score_rows, k] */
+    hx_buf score, pick, n_pick; /* indexer: f32 [score_rows, ld], i32 [score_rows, k] */
     int64_t score_rows, ld_score;
     hx_tap_fn *tap;
-    void      *tap_ud;
-    int64_t    layer;
+    void *tap_ud;
+    int64_t layer;
 } hx_layer_call;
 
-int hx_layers_kda(const hx_layer_call *c, const hx_kda *w, hx_layer_mem *mem, hx_err *err);
-int hx_layers_mla(const hx_layer_call *c, const hx_mla *w, hx_layer_mem *mem, hx_err *err);
+int hx_layers_kda(const hx_layer_call *c, const hx_kda *w, hx_layer_mem *mem,
+                  hx_err *err);
+int hx_layers_mla(const hx_layer_call *c, const hx_mla *w, hx_layer_mem *mem,
+                  hx_err *err);
 int hx_layers_dense(const hx_layer_call *c, const hx_expert *w, hx_buf y, hx_err *err);
 int hx_layers_moe(const hx_layer_call *c, const hx_layer *w, hx_err *err);
 

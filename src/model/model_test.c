@@ -1,10 +1,11 @@
-/* model_test.c - the model against recorded outputs of the official implementation (glm_tiny, the
- * BF16 demo) and of the float64 reference on de-quantised weights (the EXL3 demos). */
+/* model_test.c - the model against recorded outputs of the official implementation
+ * (glm_tiny, the BF16 demo) and of the float64 reference on de-quantised weights (the
+ * EXL3 demos). */
 #include "../../tests/golden.h"
 #include "model/model.h"
 
 #define MAX_ROWS 64
-#define CTX 2560
+#define CTX      2560
 
 /* The fast device under test: model_test [DEVICE]. */
 static const char *fast = "cpu";
@@ -12,22 +13,27 @@ static const char *fast = "cpu";
 /* A model with everything it needs to run, at most MAX_ROWS rows a call. */
 typedef struct {
     hx_model *m;
-    hx_dev   *dev;
+    hx_dev *dev;
     hx_cache *cache;
     hx_graph *g;
 } rig;
 
-static void rig_open(rig *r, const char *dir, const char *device, const char *isa, hx_cache_fmt fmt)
+static void rig_open(rig *r, const char *dir, const char *device, const char *isa,
+                     hx_cache_fmt fmt)
 {
     hx_err err = { 0 };
 
     memset(r, 0, sizeof *r);
     if (hx_model_open(&r->m, dir, NULL, NULL, &err) != 0)
         fail_msg("%s", err.msg);
-    const hx_dev_opt opt = { .name = strcmp(device, "cpu") == 0 ? fast : device, .isa = isa, .n_threads = 2,
+    const hx_dev_opt opt = { .name = strcmp(device, "cpu") == 0 ? fast : device,
+                             .isa = isa,
+                             .n_threads = 2,
                              .limits = hx_model_limits(&r->m->desc, MAX_ROWS, CTX) };
-    if (hx_dev_open(&r->dev, &opt, &err) != 0 || hx_model_place(r->m, r->dev, &err) != 0 ||
-        hx_cache_open(&r->cache, &r->m->desc, r->dev, 4, CTX, 4 * CTX / HX_PAGE, fmt, &err) != 0 ||
+    if (hx_dev_open(&r->dev, &opt, &err) != 0 ||
+        hx_model_place(r->m, r->dev, &err) != 0 ||
+        hx_cache_open(&r->cache, &r->m->desc, r->dev, 4, CTX, 4 * CTX / HX_PAGE, fmt,
+                      &err) != 0 ||
         hx_graph_open(&r->g, r->m, r->dev, r->cache, MAX_ROWS, MAX_ROWS, CTX, &err) != 0)
         fail_msg("%s", err.msg);
 }
@@ -40,9 +46,10 @@ static void rig_close(rig *r)
     hx_dev_close(r->dev);
 }
 
-/* Rows ids[0..n) of slot from its present end on, in calls of at most step rows; logits of all rows. */
-static void run(rig *r, int32_t slot, hx_phase phase, const int32_t *ids, int64_t n, int64_t step,
-                float *logits)
+/* Rows ids[0..n) of slot from its present end on, in calls of at most step rows; logits
+ * of all rows. */
+static void run(rig *r, int32_t slot, hx_phase phase, const int32_t *ids, int64_t n,
+                int64_t step, float *logits)
 {
     const int64_t v = r->m->desc.n_vocab;
     hx_slot *s = &r->cache->slot[slot];
@@ -50,9 +57,12 @@ static void run(rig *r, int32_t slot, hx_phase phase, const int32_t *ids, int64_
 
     for (int64_t i = 0; i < n; i += step) {
         const int64_t rows = HX_MIN(step, n - i);
-        const hx_span span = { .slot = slot, .n_row = (int32_t)rows, .pos0 = (int32_t)s->n_pos,
+        const hx_span span = { .slot = slot,
+                               .n_row = (int32_t)rows,
+                               .pos0 = (int32_t)s->n_pos,
                                .commit = s->pend };
-        const hx_batch b = { .phase = phase, .id = ids + i,
+        const hx_batch b = { .phase = phase,
+                             .id = ids + i,
                              .rows = { .span = &span, .n_span = 1, .n_row = rows } };
 
         if (hx_cache_grow(r->cache, slot, s->n_pos + rows, &err) != 0 ||
@@ -69,7 +79,8 @@ static void run(rig *r, int32_t slot, hx_phase phase, const int32_t *ids, int64_
 }
 
 /* The same in a slot of its own. */
-static void run_fresh(rig *r, hx_phase phase, const int32_t *ids, int64_t n, int64_t step, float *logits)
+static void run_fresh(rig *r, hx_phase phase, const int32_t *ids, int64_t n, int64_t step,
+                      float *logits)
 {
     const int32_t slot = hx_cache_take(r->cache);
 
@@ -101,7 +112,13 @@ static double worst_row(const float *a, const float *b, int64_t rows, int64_t n)
 
 #define TINY "tests/data/glm_tiny"
 
-typedef struct { const golden_file *f; const char *run; int64_t top; double worst; int seen, flips; } tiny_tap;
+typedef struct {
+    const golden_file *f;
+    const char *run;
+    int64_t top;
+    double worst;
+    int seen, flips;
+} tiny_tap;
 
 static void on_tiny(void *ud, int64_t layer, const char *what, hx_buf data, int64_t rows)
 {
@@ -145,15 +162,17 @@ static void tiny_case(const char *device, const char *isa, const char *which)
     assert_non_null(want);
     assert_int_equal(n_want, n * 64);
     const double rel = worst_row(logits, want, n, 64);
-    printf("glm_tiny %s on %s: logits %.2g, intermediates %.2g (%d compared), %d router flips\n", which,
-           r.dev->text, rel, tap.worst, tap.seen, tap.flips);
+    printf("glm_tiny %s on %s: logits %.2g, intermediates %.2g (%d compared), %d router "
+           "flips\n",
+           which, r.dev->text, rel, tap.worst, tap.seen, tap.flips);
     assert_true(rel <= 1e-5);
     assert_true(tap.worst <= 1e-5);
     assert_int_equal(tap.flips, 0);
     assert_true(tap.seen >= 5 * 4);
     const hx_json *best = hx_json_get(ref, longer ? "long_tf_argmax" : "tf_argmax");
     for (int64_t i = 0; i < n; i++)
-        assert_int_equal(golden_argmax(logits + i * 64, 64), hx_json_int(hx_json_at(best, (size_t)i), -1));
+        assert_int_equal(golden_argmax(logits + i * 64, 64),
+                         hx_json_int(hx_json_at(best, (size_t)i), -1));
     rig_close(&r);
     hx_free(ids);
     hx_free(logits);
@@ -176,8 +195,8 @@ static void test_tiny_cpu(void **state)
     tiny_case("cpu", "scalar", "long");
 }
 
-/* Decode one by one, decode several rows a step, prefill in pieces and in one: the same answer to
- * rounding; and pieces on the 64-grid the same bits. */
+/* Decode one by one, decode several rows a step, prefill in pieces and in one: the same
+ * answer to rounding; and pieces on the 64-grid the same bits. */
 static void agree_case(const char *dir, const int32_t *ids, int64_t n, const char *device)
 {
     rig r;
@@ -185,13 +204,13 @@ static void agree_case(const char *dir, const int32_t *ids, int64_t n, const cha
 
     rig_open(&r, dir, device, NULL, HX_CACHE_F32);
     const int64_t v = r.m->desc.n_vocab;
-    whole = hx_new(float, n * v);
-    other = hx_new(float, n * v);
+    whole = hx_new(float, n *v);
+    other = hx_new(float, n *v);
     run_fresh(&r, HX_PHASE_PREFILL, ids, n, MAX_ROWS, whole);
     run_fresh(&r, HX_PHASE_DECODE, ids, n, 1, other);
     const double one = worst_row(other, whole, n, v);
     float *serial = other;
-    other = hx_new(float, n * v);
+    other = hx_new(float, n *v);
     run_fresh(&r, HX_PHASE_DECODE, ids, n, 3, other);
     /* Rows of one decode step have the bits of serial steps. */
     assert_memory_equal(other, serial, (size_t)(n * v) * sizeof(float));
@@ -219,11 +238,11 @@ static void test_tiny_agree(void **state)
 /* ---- demos ---------------------------------------------------------------- */
 
 typedef struct {
-    const char *dir, *ref;       /* model; folder with its reference outputs */
+    const char *dir, *ref; /* model; folder with its reference outputs */
     const char *device;
-    double      bound;           /* relative error of a row of logits */
-    double      margin;          /* top-1 must agree where the reference's margin is larger */
-    int64_t     longest;         /* prompts up to so many tokens */
+    double bound;    /* relative error of a row of logits */
+    double margin;   /* top-1 must agree where the reference's margin is larger */
+    int64_t longest; /* prompts up to so many tokens */
 } demo_case;
 
 static void demo_prompt(rig *r, const demo_case *c, const hx_json *p, double *worst)
@@ -237,21 +256,25 @@ static void demo_prompt(rig *r, const demo_case *c, const hx_json *p, double *wo
     snprintf(path, sizeof path, "%s/%.*s.logits.npy", c->ref, (int)name.n, name.p);
     if (n <= c->longest && !hx_str_is(name, "image")) {
         golden g = golden_npy(path);
-        float *logits = hx_new(float, n * v);
+        float *logits = hx_new(float, n *v);
 
         assert_int_equal(g.dim[1], v);
         run_fresh(r, HX_PHASE_PREFILL, ids, n, MAX_ROWS, logits);
         const double rel = worst_row(logits + (n - g.dim[0]) * v, g.p, g.dim[0], v);
-        const hx_json *best = hx_json_get(p, "argmax"), *margin = hx_json_get(p, "margin");
+        const hx_json *best = hx_json_get(p, "argmax"),
+                      *margin = hx_json_get(p, "margin");
         int64_t flips = 0, sure = 0;
 
         for (int64_t i = 0; best != NULL && i < n; i++)
             if (hx_json_num(hx_json_at(margin, (size_t)i), 0) > c->margin) {
                 sure++;
-                flips += golden_argmax(logits + i * v, v) != hx_json_int(hx_json_at(best, (size_t)i), -1);
+                flips += golden_argmax(logits + i * v, v) !=
+                         hx_json_int(hx_json_at(best, (size_t)i), -1);
             }
-        printf("%.*s (%lld tokens) on %s: worst row %.2g, %lld of %lld sure top-1 differ\n", (int)name.n,
-               name.p, (long long)n, r->dev->text, rel, (long long)flips, (long long)sure);
+        printf(
+            "%.*s (%lld tokens) on %s: worst row %.2g, %lld of %lld sure top-1 differ\n",
+            (int)name.n, name.p, (long long)n, r->dev->text, rel, (long long)flips,
+            (long long)sure);
         assert_int_equal(flips, 0);
         *worst = fmax(*worst, rel);
         hx_free(logits);
@@ -277,9 +300,10 @@ static void demo_logits(const demo_case *c)
     hx_json_free(list);
 }
 
-/* Greedy continuations; where the reference's own margin is below unsure a step may differ, and
- * the comparison of that prompt ends there. */
-static void demo_greedy(const char *dir, const char *ref, const char *device, double unsure)
+/* Greedy continuations; where the reference's own margin is below unsure a step may
+ * differ, and the comparison of that prompt ends there. */
+static void demo_greedy(const char *dir, const char *ref, const char *device,
+                        double unsure)
 {
     char path[512];
     int64_t same = 0;
@@ -295,7 +319,7 @@ static void demo_greedy(const char *dir, const char *ref, const char *device, do
         int32_t *ids, *want;
         const int64_t n = ids_of(hx_json_get(p, "ids"), &ids);
         const int64_t n_want = ids_of(hx_json_get(p, "greedy_ids"), &want);
-        float *logits = hx_new(float, n * v);
+        float *logits = hx_new(float, n *v);
         const int32_t slot = hx_cache_take(r.cache);
 
         if (n_want > 0 && n < 600 && !hx_str_is(name, "image")) {
@@ -306,13 +330,14 @@ static void demo_greedy(const char *dir, const char *ref, const char *device, do
                 const double m = hx_json_num(hx_json_at(margin, (size_t)k), 0);
 
                 if (got != want[k] && m < unsure) {
-                    printf("%.*s: step %lld differs, the reference's margin there is %g\n", (int)name.n,
-                           name.p, (long long)k, m);
+                    printf(
+                        "%.*s: step %lld differs, the reference's margin there is %g\n",
+                        (int)name.n, name.p, (long long)k, m);
                     break;
                 }
                 if (got != want[k])
-                    fail_msg("%.*s: step %lld: token %d, expected %d (margin %g)", (int)name.n, name.p,
-                             (int)k, got, want[k], m);
+                    fail_msg("%.*s: step %lld: token %d, expected %d (margin %g)",
+                             (int)name.n, name.p, (int)k, got, want[k], m);
                 same++;
                 run(&r, slot, HX_PHASE_DECODE, &got, 1, 1, logits);
             }
@@ -322,21 +347,22 @@ static void demo_greedy(const char *dir, const char *ref, const char *device, do
         hx_free(ids);
         hx_free(want);
     }
-    printf("%s on %s: %lld greedy tokens as the reference\n", dir, r.dev->text, (long long)same);
+    printf("%s on %s: %lld greedy tokens as the reference\n", dir, r.dev->text,
+           (long long)same);
     assert_true(same > 200);
     rig_close(&r);
     hx_json_free(list);
 }
 
-#define DEMO "../shared/models/demo"
-#define EXL3 "models/demo-exl3"
+#define DEMO  "../shared/models/demo"
+#define EXL3  "models/demo-exl3"
 #define MIXED "../shared/models/demo-exl3-mixed"
 
 static void test_demo_bf16(void **state)
 {
     (void)state;
     GOLDEN_NEED(DEMO "/model.safetensors");
-    demo_logits(&(demo_case){ DEMO, DEMO "/reference", "cpu", 1e-5, 0, 4000 });
+    demo_logits(&(demo_case) { DEMO, DEMO "/reference", "cpu", 1e-5, 0, 4000 });
 }
 
 static void test_demo_bf16_greedy(void **state)
@@ -349,13 +375,13 @@ static void test_demo_bf16_greedy(void **state)
 static void test_exl3_ref(void **state)
 {
     (void)state;
-    demo_logits(&(demo_case){ EXL3, EXL3 "/reference", "ref", 1e-5, 0.05, 40 });
+    demo_logits(&(demo_case) { EXL3, EXL3 "/reference", "ref", 1e-5, 0.05, 40 });
 }
 
 static void test_exl3_cpu(void **state)
 {
     (void)state;
-    demo_logits(&(demo_case){ EXL3, EXL3 "/reference", "cpu", 5e-3, 0.05, 4000 });
+    demo_logits(&(demo_case) { EXL3, EXL3 "/reference", "cpu", 5e-3, 0.05, 4000 });
 }
 
 static void test_exl3_greedy(void **state)
@@ -368,8 +394,8 @@ static void test_mixed(void **state)
 {
     (void)state;
     GOLDEN_NEED(MIXED "/model.safetensors");
-    demo_logits(&(demo_case){ MIXED, MIXED "/reference", "ref", 1e-5, 0.05, 40 });
-    demo_logits(&(demo_case){ MIXED, MIXED "/reference", "cpu", 5e-3, 0.05, 4000 });
+    demo_logits(&(demo_case) { MIXED, MIXED "/reference", "ref", 1e-5, 0.05, 40 });
+    demo_logits(&(demo_case) { MIXED, MIXED "/reference", "cpu", 5e-3, 0.05, 4000 });
 }
 
 static void test_demo_agree(void **state)
@@ -379,7 +405,8 @@ static void test_demo_agree(void **state)
 
     (void)state;
     for (size_t i = 0; i < hx_json_len(list); i++)
-        if (hx_str_is(hx_json_str(hx_json_get(hx_json_at(list, i), "name")), "tool_call")) {
+        if (hx_str_is(hx_json_str(hx_json_get(hx_json_at(list, i), "name")),
+                      "tool_call")) {
             const int64_t n = ids_of(hx_json_get(hx_json_at(list, i), "ids"), &ids);
 
             agree_case(EXL3, ids, n, "cpu");
@@ -388,9 +415,10 @@ static void test_demo_agree(void **state)
     hx_json_free(list);
 }
 
-/* Rows whose n picks are not the same set (the reference lists them by weight, the operation by
- * biased score). */
-static int64_t other_sets(const int32_t *got, const int32_t *want, int64_t rows, int64_t n)
+/* Rows whose n picks are not the same set (the reference lists them by weight, the
+ * operation by biased score). */
+static int64_t other_sets(const int32_t *got, const int32_t *want, int64_t rows,
+                          int64_t n)
 {
     int64_t other = 0;
 
@@ -406,7 +434,13 @@ static int64_t other_sets(const int32_t *got, const int32_t *want, int64_t rows,
 }
 
 /* Streams, routing and selections of the official implementation inside the BF16 demo. */
-typedef struct { golden streams, ids, picks; int64_t pos; double worst; int64_t flips, n_pick_rows; int64_t pick_row[2]; } demo_tap;
+typedef struct {
+    golden streams, ids, picks;
+    int64_t pos;
+    double worst;
+    int64_t flips, n_pick_rows;
+    int64_t pick_row[2];
+} demo_tap;
 
 static void on_demo(void *ud, int64_t layer, const char *what, hx_buf data, int64_t rows)
 {
@@ -420,7 +454,8 @@ static void on_demo(void *ud, int64_t layer, const char *what, hx_buf data, int6
         t->worst = fmax(t->worst, worst_row(data.p, want, rows, row));
     }
     if (strcmp(what, "router_id") == 0 && t->ids.p != NULL && t->streams.p != NULL) {
-        const int32_t *want = (const int32_t *)t->ids.p + (layer - 3) * t->ids.dim[1] * t->ids.dim[2];
+        const int32_t *want =
+            (const int32_t *)t->ids.p + (layer - 3) * t->ids.dim[1] * t->ids.dim[2];
 
         t->flips += other_sets(data.p, want, rows, t->ids.dim[2]);
     }
@@ -464,8 +499,8 @@ static void test_demo_inside(void **state)
     demo_inside("raw_story", false);
 }
 
-/* Sparse selection: which positions each query of recall_400 attends, layers 3 and 7. A row whose
- * recorded margin is a near-tie may differ. */
+/* Sparse selection: which positions each query of recall_400 attends, layers 3 and 7. A
+ * row whose recorded margin is a near-tie may differ. */
 static void on_pick(void *ud, int64_t layer, const char *what, hx_buf data, int64_t rows)
 {
     demo_tap *t = ud;
@@ -475,7 +510,7 @@ static void on_pick(void *ud, int64_t layer, const char *what, hx_buf data, int6
     if (strcmp(what, "pick") != 0)
         return;
     for (int64_t i = 0; i < rows; i++) {
-        const int64_t pos = 131 + t->pick_row[which]++;      /* first row that selects */
+        const int64_t pos = 131 + t->pick_row[which]++; /* first row that selects */
         const int16_t *want = (const int16_t *)t->picks.p + (which * n_row + pos) * width;
         const float margin = ((const float *)t->ids.p)[which * n_row + pos];
         int64_t found = 0;
@@ -485,8 +520,8 @@ static void on_pick(void *ud, int64_t layer, const char *what, hx_buf data, int6
                 found += want[j] == ((const int32_t *)data.p)[i * n_pool + k] * 4;
         t->n_pick_rows++;
         if (found != n_pool) {
-            printf("layer %lld position %lld: selection differs, margin %g\n", (long long)layer,
-                   (long long)pos, (double)margin);
+            printf("layer %lld position %lld: selection differs, margin %g\n",
+                   (long long)layer, (long long)pos, (double)margin);
             assert_true(margin < 3e-6f);
         }
     }
@@ -506,7 +541,8 @@ static void test_demo_selection(void **state)
     t.ids = golden_npy(DEMO "/reference/recall_400.dsa_margin.npy");
     list = golden_json(DEMO "/reference/prompts.json");
     for (size_t i = 0; i < hx_json_len(list); i++)
-        if (hx_str_is(hx_json_str(hx_json_get(hx_json_at(list, i), "name")), "recall_400"))
+        if (hx_str_is(hx_json_str(hx_json_get(hx_json_at(list, i), "name")),
+                      "recall_400"))
             n = ids_of(hx_json_get(hx_json_at(list, i), "ids"), &ids);
     rig_open(&r, DEMO, "cpu", NULL, HX_CACHE_F32);
     hx_graph_tap(r.g, on_pick, &t);
@@ -527,26 +563,29 @@ static void test_synthetic(void **state)
     hx_model *m;
 
     (void)state;
-    assert_int_equal(hx_model_open(&m, "synthetic:glm-5.3-flash,layers=4,experts=16", NULL, NULL, &err), 0);
+    assert_int_equal(hx_model_open(&m, "synthetic:glm-5.3-flash,layers=4,experts=16",
+                                   NULL, NULL, &err),
+                     0);
     assert_int_equal(m->desc.n_layer, 4);
     assert_int_equal(m->layer[3].expert[15].down.k2, 6);
     /* Hot experts of the measured table have a larger bias. */
     const float *b = m->layer[3].router_bias.p;
-    assert_true(b[0] > b[1]);        /* 263 and 181 picks */
+    assert_true(b[0] > b[1]); /* 263 and 181 picks */
     hx_model_close(m);
     assert_int_equal(hx_model_open(&m, "synthetic:llama", NULL, NULL, &err), HX_EUNSUP);
-    assert_int_equal(hx_model_open(&m, "synthetic:glm-5.3-flash,layers=x", NULL, NULL, &err), HX_EARG);
+    assert_int_equal(
+        hx_model_open(&m, "synthetic:glm-5.3-flash,layers=x", NULL, NULL, &err), HX_EARG);
 }
 
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_tiny_ref),       cmocka_unit_test(test_tiny_cpu),
-        cmocka_unit_test(test_tiny_agree),     cmocka_unit_test(test_exl3_ref),
-        cmocka_unit_test(test_exl3_cpu),       cmocka_unit_test(test_exl3_greedy),
-        cmocka_unit_test(test_demo_agree),     cmocka_unit_test(test_demo_bf16),
+        cmocka_unit_test(test_tiny_ref),         cmocka_unit_test(test_tiny_cpu),
+        cmocka_unit_test(test_tiny_agree),       cmocka_unit_test(test_exl3_ref),
+        cmocka_unit_test(test_exl3_cpu),         cmocka_unit_test(test_exl3_greedy),
+        cmocka_unit_test(test_demo_agree),       cmocka_unit_test(test_demo_bf16),
         cmocka_unit_test(test_demo_bf16_greedy), cmocka_unit_test(test_demo_inside),
-        cmocka_unit_test(test_demo_selection), cmocka_unit_test(test_mixed),
+        cmocka_unit_test(test_demo_selection),   cmocka_unit_test(test_mixed),
         cmocka_unit_test(test_synthetic),
     };
 

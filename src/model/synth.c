@@ -1,10 +1,11 @@
-/* synth.c - synthetic models: random weights of the real shapes and rates, made in memory, for
- * measuring speed without a checkpoint. Router biases give each expert the share of picks that was
- * measured on the real model. Called by model.c.
+/* synth.c - synthetic models: random weights of the real shapes and rates, made in
+ * memory, for measuring speed without a checkpoint. Router biases give each expert the
+ * share of picks that was measured on the real model. Called by model.c.
  *
- * Rates are those of the 3.05-bit EXL3 release: routed experts K = 3, dense MLPs K = 5, other large
- * linears K = 6, the rest BF16. Every bit pattern is a valid trellis, so the weights are plain
- * random bits, N(0, 1) after decoding; scales bring each matrix to gain 1. */
+ * Rates are those of the 3.05-bit EXL3 release: routed experts K = 3, dense MLPs K = 5,
+ * other large linears K = 6, the rest BF16. Every bit pattern is a valid trellis, so the
+ * weights are plain random bits, N(0, 1) after decoding; scales bring each matrix to
+ * gain 1. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,23 +14,28 @@
 #include "model/model.h"
 #include "routing_json.h"
 
-#define FILL_BYTES (1u << 20)        /* filled by one worker at a time */
-#define ROUTED_TOKENS 9250.0         /* behind the counts of routing.json */
+#define FILL_BYTES    (1u << 20) /* filled by one worker at a time */
+#define ROUTED_TOKENS 9250.0     /* behind the counts of routing.json */
 
 typedef enum { FILL_BITS, FILL_BF16, FILL_SIGNS } fill_kind;
 
 /* Bytes to fill, each region by its rule. value: fp16 or bf16 bits of the magnitude. */
-typedef struct { uint8_t *p; size_t bytes; fill_kind kind; uint16_t value; } region;
+typedef struct {
+    uint8_t *p;
+    size_t bytes;
+    fill_kind kind;
+    uint16_t value;
+} region;
 
 typedef struct {
     hx_model *m;
-    uint8_t  *base;                  /* NULL while sizes are added up */
-    size_t    at;
-    region   *region;
-    int64_t   n_region;
-    uint64_t  seed;
-    bool      no_memory;
-    hx_err   *err;
+    uint8_t *base; /* NULL while sizes are added up */
+    size_t at;
+    region *region;
+    int64_t n_region;
+    uint64_t seed;
+    bool no_memory;
+    hx_err *err;
 } synth;
 
 /* ---- carving memory ---------------------------------------------------- */
@@ -39,13 +45,14 @@ static uint8_t *carve(synth *s, size_t bytes, fill_kind kind, uint16_t value)
     uint8_t *p = s->base != NULL ? s->base + s->at : NULL;
 
     if (s->base != NULL)
-        s->region[s->n_region] = (region){ p, bytes, kind, value };
+        s->region[s->n_region] = (region) { p, bytes, kind, value };
     s->n_region++;
     s->at += (bytes + 255) / 256 * 256;
     return p;
 }
 
-/* fp16 and bf16 bits of a power-of-two-rounded magnitude are enough: gain 1 to within sqrt 2. */
+/* fp16 and bf16 bits of a power-of-two-rounded magnitude are enough: gain 1 to within
+ * sqrt 2. */
 static uint16_t half_pow2(double v)
 {
     return (uint16_t)((uint32_t)(lrint(log2(v)) + 15) << 10);
@@ -58,8 +65,13 @@ static uint16_t bf16_pow2(double v)
 
 static hx_mat exl3(synth *s, int64_t n, int64_t k, int32_t bits)
 {
-    hx_mat m = { .fmt = HX_FMT_EXL3, .n = n, .k = k, .n_pad = (n + 127) / 128 * 128,
-                 .k_pad = (k + 127) / 128 * 128, .k2 = 2 * bits, .codebook = HX_CB_MUL1 };
+    hx_mat m = { .fmt = HX_FMT_EXL3,
+                 .n = n,
+                 .k = k,
+                 .n_pad = (n + 127) / 128 * 128,
+                 .k_pad = (k + 127) / 128 * 128,
+                 .k2 = 2 * bits,
+                 .codebook = HX_CB_MUL1 };
 
     m.w = carve(s, (size_t)m.n_pad * (size_t)m.k_pad / 8 * (size_t)bits, FILL_BITS, 0);
     m.suh = carve(s, (size_t)m.k_pad * 2, FILL_SIGNS, half_pow2(1));
@@ -84,7 +96,7 @@ static hx_buf constant(synth *s, int64_t n, float v)
     s->no_memory |= s->base != NULL && p == NULL;
     for (int64_t i = 0; p != NULL && i < n; i++)
         p[i] = v;
-    return (hx_buf){ p, bytes };
+    return (hx_buf) { p, bytes };
 }
 
 /* ---- layers ------------------------------------------------------------ */
@@ -104,7 +116,8 @@ static hx_expert make_mlp(synth *s, int64_t width, int32_t bits)
 {
     const int64_t d = s->m->desc.width;
 
-    return (hx_expert){ exl3(s, width, d, bits), exl3(s, width, d, bits), exl3(s, d, width, bits) };
+    return (hx_expert) { exl3(s, width, d, bits), exl3(s, width, d, bits),
+                         exl3(s, d, width, bits) };
 }
 
 static void make_kda(synth *s, hx_kda *w)
@@ -163,8 +176,8 @@ static double normal_quantile(double p)
     return lo;
 }
 
-/* With router logits z ~ N(0, 1), expert e is picked when sigmoid(z) + bias exceeds a common
- * threshold; the bias puts that probability at the measured share. */
+/* With router logits z ~ N(0, 1), expert e is picked when sigmoid(z) + bias exceeds a
+ * common threshold; the bias puts that probability at the measured share. */
 static void set_router_bias(synth *s, int64_t l, hx_buf bias, const hx_json *routing)
 {
     const hx_desc *d = &s->m->desc;
@@ -221,7 +234,8 @@ static void walk(synth *s, const hx_json *routing)
     m->norm = constant(s, d->width, 1);
     for (int64_t l = 0; l < d->n_layer; l++) {
         if (s->base != NULL && d->ffn[l] == HX_FFN_MOE) {
-            m->layer[l].expert = hx_arena_alloc(&m->arena, (size_t)d->n_expert * sizeof(hx_expert));
+            m->layer[l].expert =
+                hx_arena_alloc(&m->arena, (size_t)d->n_expert * sizeof(hx_expert));
             s->no_memory |= m->layer[l].expert == NULL;
         }
         make_layer(s, l, &m->layer[l], routing);
@@ -239,12 +253,13 @@ static void fill_piece(const region *r, size_t off, size_t n, uint64_t seed)
         const size_t left = HX_MIN(n - i, 8);
         uint64_t v;
 
-        x ^= x << 13;                /* xorshift64 */
+        x ^= x << 13; /* xorshift64 */
         x ^= x >> 7;
         x ^= x << 17;
         v = x;
         if (r->kind != FILL_BITS) {
-            const uint64_t keep = r->kind == FILL_BF16 ? 0x807f807f807f807fULL : 0x8000800080008000ULL;
+            const uint64_t keep =
+                r->kind == FILL_BF16 ? 0x807f807f807f807fULL : 0x8000800080008000ULL;
 
             v = (v & keep) | 0x0001000100010001ULL * r->value;
         }
@@ -252,7 +267,11 @@ static void fill_piece(const region *r, size_t off, size_t n, uint64_t seed)
     }
 }
 
-typedef struct { const synth *s; const size_t *first; size_t total; } fill_job;
+typedef struct {
+    const synth *s;
+    const size_t *first;
+    size_t total;
+} fill_job;
 
 /* Item i is piece i of all regions laid end to end. */
 static void fill_range(void *ud, int64_t begin, int64_t end, int worker)
@@ -267,7 +286,8 @@ static void fill_range(void *ud, int64_t begin, int64_t end, int worker)
         const region *reg = &j->s->region[r];
         const size_t off = ((size_t)i - j->first[r]) * FILL_BYTES;
 
-        fill_piece(reg, off, HX_MIN(reg->bytes - off, FILL_BYTES), j->s->seed + (uint64_t)r);
+        fill_piece(reg, off, HX_MIN(reg->bytes - off, FILL_BYTES),
+                   j->s->seed + (uint64_t)r);
     }
 }
 
@@ -299,7 +319,7 @@ static int fill(synth *s, hx_load_fn *on_load, void *ud)
 
 static int embedded(const unsigned char *p, size_t n, hx_json **out, hx_err *err)
 {
-    return hx_json_parse(out, (hx_str){ (const char *)p, n }, 0, err);
+    return hx_json_parse(out, (hx_str) { (const char *)p, n }, 0, err);
 }
 
 /* "synthetic:glm-5.3-flash[,layers=N][,experts=N][,seed=S]" */
@@ -310,7 +330,8 @@ static int parse_spec(synth *s, const char *spec, hx_err *err)
     const char *p = spec + sizeof name - 1;
 
     if (strncmp(spec, name, sizeof name - 1) != 0 || (*p != '\0' && *p != ','))
-        return hx_fail(err, HX_EUNSUP, "\"%.80s\": the synthetic model is synthetic:glm-5.3-flash", spec);
+        return hx_fail(err, HX_EUNSUP,
+                       "\"%.80s\": the synthetic model is synthetic:glm-5.3-flash", spec);
     while (*p == ',') {
         const char *key = p + 1, *eq = strchr(key, '=');
         char *end;
@@ -318,32 +339,36 @@ static int parse_spec(synth *s, const char *spec, hx_err *err)
         const size_t n = eq != NULL ? (size_t)(eq - key) : 0;
 
         if (eq == NULL || (*end != ',' && *end != '\0') || v < 0)
-            return hx_fail(err, HX_EARG, "\"%.80s\": expected ,layers=N ,experts=N or ,seed=S", spec);
+            return hx_fail(err, HX_EARG,
+                           "\"%.80s\": expected ,layers=N ,experts=N or ,seed=S", spec);
         if (n == 6 && strncmp(key, "layers", n) == 0 && v >= 1 && v <= HX_LAYER_MAX)
             d->n_layer = v;
-        else if (n == 7 && strncmp(key, "experts", n) == 0 && v >= d->n_active && v <= 65536)
+        else if (n == 7 && strncmp(key, "experts", n) == 0 && v >= d->n_active &&
+                 v <= 65536)
             d->n_expert = v;
         else if (n == 4 && strncmp(key, "seed", n) == 0)
             s->seed = (uint64_t)v;
         else
-            return hx_fail(err, HX_EARG, "\"%.80s\": layers=1..%d, experts=%lld..65536, seed=0..", spec,
+            return hx_fail(err, HX_EARG,
+                           "\"%.80s\": layers=1..%d, experts=%lld..65536, seed=0..", spec,
                            HX_LAYER_MAX, (long long)d->n_active);
         p = end;
     }
     return 0;
 }
 
-static int build(synth *s, const char *spec, const hx_json *config, const hx_json *routing,
-                 hx_load_fn *on_load, void *ud)
+static int build(synth *s, const char *spec, const hx_json *config,
+                 const hx_json *routing, hx_load_fn *on_load, void *ud)
 {
     hx_model *m = s->m;
     const uint64_t ram = hx_sys_mem_bytes();
     int rc;
 
-    if ((rc = hx_arch_glm5_next.config(&m->desc, config, "glm-5.3-flash.json", s->err)) != 0 ||
+    if ((rc = hx_arch_glm5_next.config(&m->desc, config, "glm-5.3-flash.json", s->err)) !=
+            0 ||
         (rc = parse_spec(s, spec, s->err)) != 0)
         return rc;
-    for (int64_t l = 0; l < m->desc.n_layer; l++) {       /* the real pattern, carried on */
+    for (int64_t l = 0; l < m->desc.n_layer; l++) { /* the real pattern, carried on */
         m->desc.mixer[l] = l % 4 == 3 ? HX_MIX_MLA : HX_MIX_KDA;
         m->desc.ffn[l] = l < 3 ? HX_FFN_DENSE : HX_FFN_MOE;
     }
@@ -353,13 +378,14 @@ static int build(synth *s, const char *spec, const hx_json *config, const hx_jso
     walk(s, routing);
     if (s->at > ram - ram / 16)
         return hx_fail(s->err, HX_ENOMEM,
-                       "%s: needs %.1f GiB of memory, this process may use %.1f GiB; ask for fewer layers or experts",
+                       "%s: needs %.1f GiB of memory, this process may use %.1f GiB; ask "
+                       "for fewer layers or experts",
                        spec, (double)s->at / (1 << 30), (double)ram / (1 << 30));
     m->synth_bytes = s->at;
     s->region = hx_new(region, s->n_region);
     if (s->region == NULL || (m->synth = hx_map(s->at, true)) == NULL)
-        return hx_fail(s->err, HX_ENOMEM, "%s: the system refuses %.1f GiB of memory", spec,
-                       (double)s->at / (1 << 30));
+        return hx_fail(s->err, HX_ENOMEM, "%s: the system refuses %.1f GiB of memory",
+                       spec, (double)s->at / (1 << 30));
     s->base = m->synth;
     walk(s, routing);
     if (s->no_memory)
@@ -367,7 +393,8 @@ static int build(synth *s, const char *spec, const hx_json *config, const hx_jso
     return fill(s, on_load, ud);
 }
 
-int hx_synth_open(hx_model **out, const char *spec, hx_load_fn *on_load, void *ud, hx_err *err)
+int hx_synth_open(hx_model **out, const char *spec, hx_load_fn *on_load, void *ud,
+                  hx_err *err)
 {
     hx_json *config = NULL, *routing = NULL;
     synth s = { .seed = 1, .err = err };
@@ -377,7 +404,8 @@ int hx_synth_open(hx_model **out, const char *spec, hx_load_fn *on_load, void *u
     if ((s.m = hx_new(hx_model, 1)) == NULL)
         return hx_fail(err, HX_ENOMEM, "synthetic model: no memory");
     hx_arena_init(&s.m->arena, (size_t)1 << 36);
-    if ((rc = embedded(glm_5_3_flash_json, sizeof glm_5_3_flash_json, &config, err)) == 0 &&
+    if ((rc = embedded(glm_5_3_flash_json, sizeof glm_5_3_flash_json, &config, err)) ==
+            0 &&
         (rc = embedded(routing_json, sizeof routing_json, &routing, err)) == 0)
         rc = build(&s, spec, config, routing, on_load, ud);
     hx_json_free(config);

@@ -16,11 +16,11 @@
 #include "text/text.h"
 
 enum {
-    HELD_MAX_BYTES = 16 << 20,    /* names, keys, values and blanks not yet handed out */
-    SLICE_BYTES    = 64 << 10,    /* input taken at once: bounds the output buffer */
-    DEPTH_MAX      = 63,          /* of a value; hx_json_parse() takes 64 by default, and
-                                   * the arguments are one object more */
-    SCHEMA_MAX     = 64           /* schemas looked at for the type of one parameter */
+    HELD_MAX_BYTES = 16 << 20, /* names, keys, values and blanks not yet handed out */
+    SLICE_BYTES = 64 << 10,    /* input taken at once: bounds the output buffer */
+    DEPTH_MAX = 63,            /* of a value; hx_json_parse() takes 64 by default, and
+                                * the arguments are one object more */
+    SCHEMA_MAX = 64            /* schemas looked at for the type of one parameter */
 };
 
 /* ---- formats --------------------------------------------------------- */
@@ -29,28 +29,41 @@ typedef enum { CONTENT, REASONING, NAME, ARGS, KEY, VALUE, BODY, N_STATE } state
 
 /* No marker of a format may occur inside another: the shorter would always win. */
 typedef enum {
-    THINK, THINK_END, CALL, CALL_END, ARG_KEY, ARG_KEY_END, ARG_VALUE, ARG_VALUE_END,
+    THINK,
+    THINK_END,
+    CALL,
+    CALL_END,
+    ARG_KEY,
+    ARG_KEY_END,
+    ARG_VALUE,
+    ARG_VALUE_END,
     N_MARKER
 } marker;
 
 struct hx_reply_format {
     const char *name;
-    const char *text[N_MARKER];   /* NULL: the format has no such marker */
-    state       call;             /* argument syntax: where CALL leads. NAME: tagged
-                                   * pairs; BODY: a JSON object; CONTENT: there are no
-                                   * calls, and blank content is kept */
+    const char *text[N_MARKER]; /* NULL: the format has no such marker */
+    state call;                 /* argument syntax: where CALL leads. NAME: tagged
+                                 * pairs; BODY: a JSON object; CONTENT: there are no
+                                 * calls, and blank content is kept */
 };
 
 static const hx_reply_format formats[] = {
     { "glm",
-      { [THINK] = "<think>",       [THINK_END] = "</think>",
-        [CALL] = "<tool_call>",    [CALL_END] = "</tool_call>",
-        [ARG_KEY] = "<arg_key>",   [ARG_KEY_END] = "</arg_key>",
-        [ARG_VALUE] = "<arg_value>", [ARG_VALUE_END] = "</arg_value>" },
+      { [THINK] = "<think>",
+        [THINK_END] = "</think>",
+        [CALL] = "<tool_call>",
+        [CALL_END] = "</tool_call>",
+        [ARG_KEY] = "<arg_key>",
+        [ARG_KEY_END] = "</arg_key>",
+        [ARG_VALUE] = "<arg_value>",
+        [ARG_VALUE_END] = "</arg_value>" },
       NAME },
     { "hermes",
-      { [THINK] = "<think>",       [THINK_END] = "</think>",
-        [CALL] = "<tool_call>",    [CALL_END] = "</tool_call>" },
+      { [THINK] = "<think>",
+        [THINK_END] = "</think>",
+        [CALL] = "<tool_call>",
+        [CALL_END] = "</tool_call>" },
       BODY },
     { "plain", { NULL }, CONTENT },
 };
@@ -67,41 +80,47 @@ const hx_reply_format *hx_reply_find(const char *name)
 
 /* Types of a parameter, after JSON Schema. ANY: a schema that names none. */
 enum {
-    T_NULL = 1, T_BOOLEAN = 2, T_INTEGER = 4, T_NUMBER = 8, T_STRING = 16, T_ARRAY = 32,
-    T_OBJECT = 64, T_ANY = 128
+    T_NULL = 1,
+    T_BOOLEAN = 2,
+    T_INTEGER = 4,
+    T_NUMBER = 8,
+    T_STRING = 16,
+    T_ARRAY = 32,
+    T_OBJECT = 64,
+    T_ANY = 128
 };
 
 struct hx_reply {
     const hx_reply_format *format;
     const hx_json *tools;
-    hx_str  text[N_MARKER];       /* {NULL, 0}: not looked for */
-    int32_t id[N_MARKER];         /* -1: found by its text only */
-    bool    first[256];           /* bytes a marker begins with */
+    hx_str text[N_MARKER]; /* {NULL, 0}: not looked for */
+    int32_t id[N_MARKER];  /* -1: found by its text only */
+    bool first[256];       /* bytes a marker begins with */
 
     hx_utf8_stream utf8;
-    hx_sb   held;                 /* whole characters that may begin a marker */
-    size_t  n_anon;               /* how many of its last bytes came without a token id */
+    hx_sb held;    /* whole characters that may begin a marker */
+    size_t n_anon; /* how many of its last bytes came without a token id */
 
-    state   at;
-    hx_sb   word;                 /* text of a name, key, value or body so far */
-    hx_sb   blank;                /* white space that is content if more follows */
-    bool    is_blank;             /* no content yet since the start or the last call */
+    state at;
+    hx_sb word;    /* text of a name, key, value or body so far */
+    hx_sb blank;   /* white space that is content if more follows */
+    bool is_blank; /* no content yet since the start or the last call */
 
-    const hx_json *schema;        /* "parameters" of the open call; NULL: unknown */
+    const hx_json *schema; /* "parameters" of the open call; NULL: unknown */
     int32_t n_call;
-    bool    in_call;              /* CALL was handed out, CALL_END not yet */
-    bool    in_string;            /* a string value was begun on the wire */
-    bool    has_key;
-    size_t  n_pair;
-    hx_sb   key;                  /* of the pair being read */
-    unsigned types;               /* of its value */
+    bool in_call;   /* CALL was handed out, CALL_END not yet */
+    bool in_string; /* a string value was begun on the wire */
+    bool has_key;
+    size_t n_pair;
+    hx_sb key;      /* of the pair being read */
+    unsigned types; /* of its value */
 
-    hx_sb         out, tmp;       /* the next event's text; scratch */
+    hx_sb out, tmp; /* the next event's text; scratch */
     hx_reply_kind out_kind;
-    hx_reply_sink *sink;          /* both valid during a call only */
-    void          *ud;
-    bool    ended;
-    hx_err  err;                  /* sticky */
+    hx_reply_sink *sink; /* both valid during a call only */
+    void *ud;
+    bool ended;
+    hx_err err; /* sticky */
 };
 
 static void fault_memory(hx_reply *r)
@@ -160,7 +179,7 @@ static void flush(hx_reply *r)
     if (r->out.bad || r->tmp.bad)
         fault_memory(r);
     if (r->out.n > 0)
-        emit(r, r->out_kind, (hx_str){ r->out.p, r->out.n });
+        emit(r, r->out_kind, (hx_str) { r->out.p, r->out.n });
     r->out.n = 0;
 }
 
@@ -193,7 +212,10 @@ static void put_string(hx_reply *r, hx_str s, bool bare)
 
 static unsigned type_bit(hx_str name)
 {
-    static const struct { const char *name; unsigned bit; } types[] = {
+    static const struct {
+        const char *name;
+        unsigned bit;
+    } types[] = {
         { "null", T_NULL },     { "boolean", T_BOOLEAN }, { "integer", T_INTEGER },
         { "number", T_NUMBER }, { "string", T_STRING },   { "array", T_ARRAY },
         { "object", T_OBJECT },
@@ -282,9 +304,12 @@ static const hx_json *tool_schema(const hx_json *tools, hx_str name)
 static bool type_allowed(unsigned types, const hx_json *j)
 {
     static const unsigned bit[] = {
-        [HX_JSON_NULL] = T_NULL,       [HX_JSON_BOOL] = T_BOOLEAN,
-        [HX_JSON_INT] = T_INTEGER | T_NUMBER, [HX_JSON_DOUBLE] = T_NUMBER,
-        [HX_JSON_STRING] = T_STRING,   [HX_JSON_ARRAY] = T_ARRAY,
+        [HX_JSON_NULL] = T_NULL,
+        [HX_JSON_BOOL] = T_BOOLEAN,
+        [HX_JSON_INT] = T_INTEGER | T_NUMBER,
+        [HX_JSON_DOUBLE] = T_NUMBER,
+        [HX_JSON_STRING] = T_STRING,
+        [HX_JSON_ARRAY] = T_ARRAY,
         [HX_JSON_OBJECT] = T_OBJECT,
     };
     unsigned is = bit[hx_json_kind(j)];
@@ -315,7 +340,7 @@ static bool parse_json(hx_reply *r, hx_str s, hx_json **out)
 typedef struct {
     const char *p, *end;
     hx_sb *out;
-    int    depth;
+    int depth;
 } literal;
 
 static bool lit_value(literal *l);
@@ -388,7 +413,7 @@ static bool lit_escape(literal *l)
             l->p++;
             return true;
         }
-    lit_char(l, '\\');            /* Python keeps the backslash of an escape it lacks */
+    lit_char(l, '\\'); /* Python keeps the backslash of an escape it lacks */
     return true;
 }
 
@@ -454,9 +479,9 @@ static bool lit_number(literal *l)
 
 static bool lit_word(literal *l)
 {
-    static const char *const words[][2] = {
-        { "True", "true" }, { "False", "false" }, { "None", "null" }
-    };
+    static const char *const words[][2] = { { "True", "true" },
+                                            { "False", "false" },
+                                            { "None", "null" } };
 
     for (size_t i = 0; i < HX_LEN(words); i++) {
         const size_t n = strlen(words[i][0]);
@@ -532,7 +557,7 @@ static bool parse_python(hx_reply *r, hx_str s)
 
     r->tmp.n = 0;
     ok = lit_value(&l) && l.p == l.end && !r->tmp.bad &&
-         parse_json(r, (hx_str){ r->tmp.p, r->tmp.n }, &j);
+         parse_json(r, (hx_str) { r->tmp.p, r->tmp.n }, &j);
     hx_json_free(j);
     return ok;
 }
@@ -560,14 +585,14 @@ static void close_call(hx_reply *r)
         put_args(r, "\"");
     put_args(r, r->n_pair == 0 ? "{}" : "}");
     flush(r);
-    emit(r, HX_REPLY_CALL_END, (hx_str){ "", 0 });
+    emit(r, HX_REPLY_CALL_END, (hx_str) { "", 0 });
     r->in_call = r->in_string = r->has_key = false;
 }
 
 static void put_key(hx_reply *r)
 {
     put_args(r, r->n_pair++ == 0 ? "{" : ",");
-    put_string(r, (hx_str){ r->key.p, r->key.n }, false);
+    put_string(r, (hx_str) { r->key.p, r->key.n }, false);
     put_args(r, ":");
 }
 
@@ -595,7 +620,7 @@ static void put_value(hx_reply *r)
     else if ((r->types & T_STRING) == 0 && parse_python(r, s))
         put(r, HX_REPLY_ARGS, r->tmp.p, r->tmp.n);
     else
-        put_string(r, (hx_str){ r->word.p, r->word.n }, false);
+        put_string(r, (hx_str) { r->word.p, r->word.n }, false);
     hx_json_free(j);
 }
 
@@ -622,7 +647,7 @@ static bool put_body(hx_reply *r)
         r->tmp.n = 0;
         if (hx_json_len(args) > 0) {
             hx_json_write(&r->tmp, args);
-            r->tmp.n -= r->tmp.n > 0;     /* close_call() writes the brace */
+            r->tmp.n -= r->tmp.n > 0; /* close_call() writes the brace */
             put(r, HX_REPLY_ARGS, r->tmp.p, r->tmp.n);
             r->n_pair = 1;
         }
@@ -695,33 +720,33 @@ static void on_body(hx_reply *r)
  * writes: any tag ends a name, so that none leaks into it, and CALL inside a call,
  * outside of keys and values, means that the model forgot to close the one before. */
 typedef struct {
-    state  at;
+    state at;
     marker on;
-    state  next;                  /* NAME stands for the format's own state */
+    state next; /* NAME stands for the format's own state */
     void (*act)(hx_reply *r);
 } rule;
 
 static const rule rules[] = {
-    { REASONING, THINK,         REASONING, NULL },
-    { REASONING, THINK_END,     CONTENT,   NULL },
-    { REASONING, CALL,          NAME,      on_call },
-    { CONTENT,   THINK,         REASONING, NULL },
-    { CONTENT,   THINK_END,     CONTENT,   NULL },
-    { CONTENT,   CALL,          NAME,      on_call },
-    { NAME,      ARG_KEY,       KEY,       on_name },
-    { NAME,      ARG_KEY_END,   ARGS,      on_name },
-    { NAME,      ARG_VALUE,     VALUE,     on_name },
-    { NAME,      ARG_VALUE_END, ARGS,      on_name },
-    { NAME,      CALL_END,      CONTENT,   on_call_end },
-    { NAME,      CALL,          NAME,      on_call_end },
-    { ARGS,      ARG_KEY,       KEY,       NULL },
-    { ARGS,      ARG_VALUE,     VALUE,     NULL },
-    { ARGS,      CALL_END,      CONTENT,   on_call_end },
-    { ARGS,      CALL,          NAME,      on_call_end },
-    { KEY,       ARG_KEY_END,   ARGS,      on_key },
-    { KEY,       CALL_END,      CONTENT,   on_call_end },
-    { VALUE,     ARG_VALUE_END, ARGS,      on_value },
-    { BODY,      CALL_END,      CONTENT,   on_body },
+    { REASONING, THINK, REASONING, NULL },
+    { REASONING, THINK_END, CONTENT, NULL },
+    { REASONING, CALL, NAME, on_call },
+    { CONTENT, THINK, REASONING, NULL },
+    { CONTENT, THINK_END, CONTENT, NULL },
+    { CONTENT, CALL, NAME, on_call },
+    { NAME, ARG_KEY, KEY, on_name },
+    { NAME, ARG_KEY_END, ARGS, on_name },
+    { NAME, ARG_VALUE, VALUE, on_name },
+    { NAME, ARG_VALUE_END, ARGS, on_name },
+    { NAME, CALL_END, CONTENT, on_call_end },
+    { NAME, CALL, NAME, on_call_end },
+    { ARGS, ARG_KEY, KEY, NULL },
+    { ARGS, ARG_VALUE, VALUE, NULL },
+    { ARGS, CALL_END, CONTENT, on_call_end },
+    { ARGS, CALL, NAME, on_call_end },
+    { KEY, ARG_KEY_END, ARGS, on_key },
+    { KEY, CALL_END, CONTENT, on_call_end },
+    { VALUE, ARG_VALUE_END, ARGS, on_value },
+    { BODY, CALL_END, CONTENT, on_body },
 };
 
 static void fire(hx_reply *r, const rule *u)
@@ -768,13 +793,13 @@ static void text_value(hx_reply *r, const char *p, size_t n)
         return;
     }
     begin_string(r);
-    put_string(r, (hx_str){ p, n }, true);
+    put_string(r, (hx_str) { p, n }, true);
 }
 
 /* NULL: dropped. */
 static void (*const on_text[N_STATE])(hx_reply *r, const char *p, size_t n) = {
     [CONTENT] = text_content, [REASONING] = text_reasoning, [NAME] = text_word,
-    [KEY] = text_word, [VALUE] = text_value, [BODY] = text_word,
+    [KEY] = text_word,        [VALUE] = text_value,         [BODY] = text_word,
 };
 
 static void hand_on(hx_reply *r, const char *p, size_t n)
@@ -927,7 +952,7 @@ int hx_reply_feed(hx_reply *r, int32_t id, hx_str bytes, hx_reply_sink *sink, vo
     while (bytes.n > 0 && r->err.code == 0 && !r->held.bad) {
         const size_t n = HX_MIN(bytes.n, (size_t)SLICE_BYTES), before = r->held.n;
 
-        hx_utf8_feed(&r->utf8, (hx_str){ bytes.p, n }, &r->held);
+        hx_utf8_feed(&r->utf8, (hx_str) { bytes.p, n }, &r->held);
         r->n_anon = id >= 0 ? 0 : r->n_anon + (r->held.n - before);
         scan(r, false);
         flush(r);

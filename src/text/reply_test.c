@@ -17,10 +17,13 @@ enum { CALL_MAX = 16, PIECE_MAX = 128, FIRST_ID = 1000 };
 
 typedef struct {
     hx_sb reasoning, content;
-    struct { hx_sb name, args; bool ended, cut; } call[CALL_MAX];
-    int   n_call, n_event;
-    bool  ending;            /* hx_reply_end() was called */
-    char  wrong[200];        /* the first broken promise */
+    struct {
+        hx_sb name, args;
+        bool ended, cut;
+    } call[CALL_MAX];
+    int n_call, n_event;
+    bool ending;     /* hx_reply_end() was called */
+    char wrong[200]; /* the first broken promise */
 } message;
 
 static void wrong(message *m, const char *what)
@@ -83,11 +86,15 @@ static bool json_equal(const hx_json *a, const hx_json *b)
     if (kind != hx_json_kind(b) || hx_json_len(a) != hx_json_len(b))
         return false;
     switch (kind) {
-    case HX_JSON_NULL:   return true;
-    case HX_JSON_BOOL:   return hx_json_bool(a, false) == hx_json_bool(b, false);
+    case HX_JSON_NULL:
+        return true;
+    case HX_JSON_BOOL:
+        return hx_json_bool(a, false) == hx_json_bool(b, false);
     case HX_JSON_INT:
-    case HX_JSON_DOUBLE: return hx_json_num(a, 0) == hx_json_num(b, 1);
-    case HX_JSON_STRING: return hx_str_eq(hx_json_str(a), hx_json_str(b));
+    case HX_JSON_DOUBLE:
+        return hx_json_num(a, 0) == hx_json_num(b, 1);
+    case HX_JSON_STRING:
+        return hx_str_eq(hx_json_str(a), hx_json_str(b));
     case HX_JSON_ARRAY:
         for (size_t i = 0; i < hx_json_len(a); i++)
             if (!json_equal(hx_json_at(a, i), hx_json_at(b, i)))
@@ -158,19 +165,25 @@ static void report(const message *m, const hx_json *want, const char *how)
 
 /* ---- what goes in ---------------------------------------------------- */
 
-typedef struct { hx_str bytes; int32_t id; } piece;
+typedef struct {
+    hx_str bytes;
+    int32_t id;
+} piece;
 
 typedef struct {
     const hx_json *want;
     const hx_json *tools;
     const hx_reply_format *format;
-    piece  piece[PIECE_MAX];         /* id: FIRST_ID + marker, or -1 */
-    int    n_piece;
-    hx_sb  bytes;                    /* all of them */
+    piece piece[PIECE_MAX]; /* id: FIRST_ID + marker, or -1 */
+    int n_piece;
+    hx_sb bytes; /* all of them */
 } transcript;
 
 /* The marker numbers m of the set bits have an id, FIRST_ID + m. */
-typedef struct { const hx_reply_format *format; unsigned known; } vocab;
+typedef struct {
+    const hx_reply_format *format;
+    unsigned known;
+} vocab;
 
 static int marker_of(const hx_reply_format *f, hx_str text)
 {
@@ -204,7 +217,7 @@ static void load(transcript *t, const hx_json *want, const hx_json *tools,
     const hx_json *stream = hx_json_get(want, "stream");
     size_t at = 0;
 
-    *t = (transcript){ .want = want, .format = hx_reply_find(format) };
+    *t = (transcript) { .want = want, .format = hx_reply_find(format) };
     t->tools = hx_json_bool(hx_json_get(want, "tools"), true) ? tools : NULL;
     t->n_piece = (int)hx_json_len(stream);
     assert_true(t->n_piece > 0 && t->n_piece <= PIECE_MAX && t->format != NULL);
@@ -227,15 +240,17 @@ static void load(transcript *t, const hx_json *want, const hx_json *tools,
 
 typedef struct {
     hx_reply *reply;
-    message   m;
+    message m;
 } session;
 
 static void start(session *s, const transcript *t, vocab *v)
 {
     const hx_json *w = t->want;
     const hx_reply_opt opt = {
-        .format = t->format, .tools = t->tools,
-        .find = v != NULL ? find_id : NULL, .ud = v,
+        .format = t->format,
+        .tools = t->tools,
+        .find = v != NULL ? find_id : NULL,
+        .ud = v,
         .in_reasoning = hx_str_is(hx_json_str(hx_json_get(w, "start")), "reasoning"),
         .reasoning_off = hx_json_bool(hx_json_get(w, "reasoning_off"), false),
         .tools_off = hx_json_bool(hx_json_get(w, "tools_off"), false),
@@ -350,7 +365,7 @@ static hx_json *read_json(const char *path)
     hx_err err;
 
     assert_int_equal(hx_file_read(path, 1 << 22, &p, &n, &err), 0);
-    if (hx_json_parse(&j, (hx_str){ p, n }, 200, &err) != 0)
+    if (hx_json_parse(&j, (hx_str) { p, n }, 200, &err) != 0)
         fail_msg("%s: %s", path, err.msg);
     hx_free(p);
     return j;
@@ -398,9 +413,8 @@ static void plain(void **state_)
 /* Values without a type, against json.loads() and ast.literal_eval(). */
 static void literals(void **state_)
 {
-    static const char *const around[] = {
-        "<tool_call>f<arg_key>k</arg_key><arg_value>", "</arg_value></tool_call>"
-    };
+    static const char *const around[] = { "<tool_call>f<arg_key>k</arg_key><arg_value>",
+                                          "</arg_value></tool_call>" };
     const hx_reply_opt opt = { .format = hx_reply_find("glm") };
     hx_json *all = read_json(DATA "literals.json"), *args;
     hx_str got;
@@ -419,7 +433,7 @@ static void literals(void **state_)
         assert_int_equal(hx_reply_end(s.reply, collect, &s.m, NULL, NULL), 0);
         hx_reply_close(s.reply);
         assert_string_equal(s.m.wrong, "");
-        got = (hx_str){ s.m.call[0].args.p, s.m.call[0].args.n };
+        got = (hx_str) { s.m.call[0].args.p, s.m.call[0].args.n };
         if (hx_json_parse(&args, got, 0, NULL) != 0 ||
             !json_equal(hx_json_get(args, "k"), want))
             fail_msg("%s read as %s", text.p, got.p);
@@ -446,16 +460,20 @@ static void feed_one(hx_reply *r, int32_t id, const char *text, hx_sb *got)
 
 static void streams_at_once(void **state_)
 {
-    static const struct { const char *in; int32_t id; const char *out; } steps[] = {
+    static const struct {
+        const char *in;
+        int32_t id;
+        const char *out;
+    } steps[] = {
         { "Hm", 1, "R(Hm)" },
-        { " <thin", 1, "R( <thin)" },               /* ids known: no marker begins here */
+        { " <thin", 1, "R( <thin)" }, /* ids known: no marker begins here */
         { "</think>", FIRST_ID + THINK_END, "" },
-        { "\n", 1, "" },                            /* blank so far */
+        { "\n", 1, "" }, /* blank so far */
         { "So", 1, "C(\nSo)" },
-        { " a <tool", -1, "C( a )" },               /* no id: it may become a marker */
+        { " a <tool", -1, "C( a )" }, /* no id: it may become a marker */
         { "box", -1, "C(<toolbox)" },
         { "<tool", -1, "" },
-        { "_call>", 1, "C(<tool_call>)" },          /* spelled by tokens with ids: text */
+        { "_call>", 1, "C(<tool_call>)" }, /* spelled by tokens with ids: text */
         { "<tool_call>", FIRST_ID + CALL, "" },
         { "write", 1, "" },
         { "_file", 1, "" },
@@ -463,7 +481,7 @@ static void streams_at_once(void **state_)
         { "content", 1, "" },
         { "</arg_key>", FIRST_ID + ARG_KEY_END, "" },
         { "<arg_value>", FIRST_ID + ARG_VALUE, "" },
-        { "a\"", 1, "A({\"content\":\"a\\\")" },    /* first token of the value: L09 */
+        { "a\"", 1, "A({\"content\":\"a\\\")" }, /* first token of the value: L09 */
         { "\xf0\x9f", 1, "" },
         { "\x99\x82 <", 1, "A(\xf0\x9f\x99\x82 <)" },
         { "</arg_value>", FIRST_ID + ARG_VALUE_END, "A(\")" },
@@ -480,7 +498,10 @@ static void streams_at_once(void **state_)
     hx_json *tools = read_json(DATA "tools.json");
     vocab v = { hx_reply_find("glm"), (1u << N_MARKER) - 1 };
     const hx_reply_opt opt = {
-        .format = v.format, .find = find_id, .ud = &v, .tools = tools,
+        .format = v.format,
+        .find = find_id,
+        .ud = &v,
+        .tools = tools,
         .in_reasoning = true,
     };
     hx_sb got = { 0 };
@@ -541,10 +562,10 @@ static void count(void *ud, const hx_reply_event *ev)
 /* A name without end stops at 16 MiB; strings, text and large pieces pass through. */
 static void memory_is_bounded(void **state_)
 {
-    const char *const head[] = {
-        "<tool_call>", "<tool_call>f<arg_key>k</arg_key><arg_value>", "<think>", "x",
-        "<tool_call>search<arg_key>q</arg_key><arg_value>"
-    };
+    const char *const head[] = { "<tool_call>",
+                                 "<tool_call>f<arg_key>k</arg_key><arg_value>", "<think>",
+                                 "x",
+                                 "<tool_call>search<arg_key>q</arg_key><arg_value>" };
     hx_json *tools = read_json(DATA "tools.json");
     const hx_reply_opt opt = { .format = hx_reply_find("glm"), .tools = tools };
     const size_t n = 9 << 20;
