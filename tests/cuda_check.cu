@@ -495,6 +495,7 @@ static void checks_moe(hx_dev *cpu)
     check_moe(cpu, 512, 256, 16, 8, 24, 6, 6, 8, HX_CB_MUL1, false);
     check_moe(cpu, 512, 256, 16, 4, 4, 6, 8, 5, HX_CB_MUL1, false);
     check_moe(cpu, 512, 256, 16, 8, 8, 4, 4, 7, HX_CB_MUL1, false);
+    check_moe(cpu, 4096, 2048, 9, 8, 16, 6, 12, 12, HX_CB_MUL1, false);
     check_moe(cpu, 384, 640, 7, 2, 5, 8, 8, 8, HX_CB_MCG, true);
     check_moe(cpu, 4096, 2048, 3, 8, 16, 6, 6, 6, HX_CB_MUL1, false);
 }

@@ -6,4 +6,4 @@ cd "$(dirname "$0")/.." || exit 1
 . tests/server.sh
 command -v python3 >/dev/null || { echo "SKIP http: no python3"; exit 0; }
 start_server "$build" models/demo-exl3 --api-key secret || exit 1
-python3 tests/http.py "$port" "$server"
+python3 tests/raw_http.py "$port" "$server"

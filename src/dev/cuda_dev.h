@@ -35,22 +35,28 @@ int hx_cuda_count(void);
 /* The operations; that of moe is hx_cuda_moe_op, for cuda.h has a struct hx_cuda_moe. */
 #define HX_CUDA_OPS(X)                                                                   \
     X(embed, hx_cuda_embed)                                                              \
-    X(rmsnorm, hx_cuda_rmsnorm) X(layernorm, hx_cuda_layernorm)                          \
-        X(matmul, hx_cuda_matmul) X(head_matmul, hx_cuda_head_matmul)                    \
-            X(swiglu, hx_cuda_swiglu) X(hc_mix, hx_cuda_hc_mix)                          \
-                X(hc_merge, hx_cuda_hc_merge) X(hc_mean, hx_cuda_hc_mean)                \
-                    X(conv_short, hx_cuda_conv_short) X(kda_gate, hx_cuda_kda_gate)      \
-                        X(kda_step, hx_cuda_kda_step) X(kda_chunk, hx_cuda_kda_chunk)    \
-                            X(kda_out, hx_cuda_kda_out)                                  \
-                                X(latent_append, hx_cuda_latent_append)                  \
-                                    X(index_append, hx_cuda_index_append)                \
-                                        X(index_score, hx_cuda_index_score)              \
-                                            X(topk, hx_cuda_topk) X(mla_attend,          \
-                                                                    hx_cuda_mla_attend)  \
-                                                X(router, hx_cuda_router)                \
-                                                    X(moe, hx_cuda_moe_op)               \
-                                                        X(combine, hx_cuda_combine)      \
-                                                            X(sample, hx_cuda_sample)
+    X(rmsnorm, hx_cuda_rmsnorm)                                                          \
+    X(layernorm, hx_cuda_layernorm)                                                      \
+    X(matmul, hx_cuda_matmul)                                                            \
+    X(head_matmul, hx_cuda_head_matmul)                                                  \
+    X(swiglu, hx_cuda_swiglu)                                                            \
+    X(hc_mix, hx_cuda_hc_mix)                                                            \
+    X(hc_merge, hx_cuda_hc_merge)                                                        \
+    X(hc_mean, hx_cuda_hc_mean)                                                          \
+    X(conv_short, hx_cuda_conv_short)                                                    \
+    X(kda_gate, hx_cuda_kda_gate)                                                        \
+    X(kda_step, hx_cuda_kda_step)                                                        \
+    X(kda_chunk, hx_cuda_kda_chunk)                                                      \
+    X(kda_out, hx_cuda_kda_out)                                                          \
+    X(latent_append, hx_cuda_latent_append)                                              \
+    X(index_append, hx_cuda_index_append)                                                \
+    X(index_score, hx_cuda_index_score)                                                  \
+    X(topk, hx_cuda_topk)                                                                \
+    X(mla_attend, hx_cuda_mla_attend)                                                    \
+    X(router, hx_cuda_router)                                                            \
+    X(moe, hx_cuda_moe_op)                                                               \
+    X(combine, hx_cuda_combine)                                                          \
+    X(sample, hx_cuda_sample)
 #define X(op, name) int name(hx_dev *d, const hx_##op##_args *a, hx_err *err);
 HX_CUDA_OPS(X)
 #undef X

@@ -191,11 +191,12 @@ static layout layout_of(const hx_cuda_moe *m, int n_sm)
     l.out.n_job = l.out.slots = picks;
     l.out.bps = m->bps_out;
     l.out.fresh = false;
-    for (int many = 0; many < 2; many++) {
-        const hx_cuda_shape in = of_kind(&l.in, m, many), out = of_kind(&l.out, m, many);
+    hx_cuda_shape launched[3] = { l.in, l.in, l.out };
+    launched[1].k2 = m->k2_up;
+    for (int i = 0; i < 6; i++) {
+        const hx_cuda_shape one = of_kind(&launched[i / 2], m, i % 2);
 
-        l.area = HX_MAX(l.area, HX_MAX(hx_cuda_area_bytes(&in, n_sm),
-                                       hx_cuda_area_bytes(&out, n_sm)));
+        l.area = HX_MAX(l.area, hx_cuda_area_bytes(&one, n_sm));
     }
     l.area = (l.area + 255) / 256 * 256;
     l.gu = l.area;

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Raw HTTP against a running server with the demo model and the key "secret".
 
-    python3 tests/http.py PORT PROCESS
+    python3 tests/raw_http.py PORT PROCESS
 
 Standard library only. Prints "ok NAME" or "not ok NAME: why". Ends the server: the last test
 is that SIGTERM drains.
