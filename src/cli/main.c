@@ -84,7 +84,7 @@ static const option options[] = {
       0, 0 },
     { "--isa", "NAME", "avx512, avx2 or scalar (the best this CPU has)", OPT_STR, AT(isa),
       0, ENGINE, 0, 0 },
-    { "--device", "NAME", "cpu, or ref: the double-precision reference, slow (cpu)",
+    { "--device", "NAME", "cpu, cuda, cuda:N, or ref: the double-precision reference, slow (cpu)",
       OPT_STR, AT(device), 0, ENGINE, 0, 0 },
     { "-p", "TEXT", "the prompt", OPT_STR, AT(prompt), 0, RUN, 0, 0 },
     { "-n", "N", "most tokens to generate", OPT_INT, AT(n), 0, RUN | CHAT | BENCH, 1,

@@ -3,9 +3,9 @@
  * allocates, waits or reads back; spans are read where they are, so that a decode step
  * can be replayed.
  *
- * The gated delta rule is one kernel for decode and prefill. A thread keeps its piece of a
- * head's state in registers, so a row costs four fp32 operations per state element and no
- * memory. The chunked form costs no less (for 64 rows of a 128 x 128 head 69 thousand
+ * The gated delta rule is one kernel for decode and prefill. A thread keeps its piece of
+ * a head's state in registers, so a row costs four fp32 operations per state element and
+ * no memory. The chunked form costs no less (for 64 rows of a 128 x 128 head 69 thousand
  * products a row against 66 thousand), but for matrix units, where fp32 operands take six
  * products of bf16 parts each. So prefill has the bits of decode, wherever it is cut. 512
  * rows of 64 heads: 342 us (H200, 2026-11), half of the cycles without an instruction. */

@@ -116,10 +116,10 @@ typedef struct {
 #define HX_OPS(X)                                                                        \
     X(embed)                                                                             \
     X(rmsnorm)                                                                           \
-    X(layernorm) X(matmul) X(head_matmul) X(swiglu) X(hc_mix) X(hc_merge) X(hc_mean)     \
-        X(conv_short) X(kda_gate) X(kda_step) X(kda_chunk) X(kda_out) X(latent_append)   \
-            X(index_append) X(index_score) X(topk) X(mla_attend) X(router) X(moe)        \
-                X(combine) X(sample)
+    X(layernorm)                                                                         \
+    X(matmul) X(head_matmul) X(swiglu) X(hc_mix) X(hc_merge) X(hc_mean) X(conv_short)    \
+        X(kda_gate) X(kda_step) X(kda_chunk) X(kda_out) X(latent_append) X(index_append) \
+            X(index_score) X(topk) X(mla_attend) X(router) X(moe) X(combine) X(sample)
 
 /* y[r, s, :] = table[id[r], :] for every stream s
  * y f32 [R, S, D]; id i32 [R]; table: plain format, n = N, k = D

@@ -17,7 +17,8 @@ static void test_short_buffers(void **state)
         hx_err err = { 0 };
 
         for (tbuf *b = t->buf; b < t->buf + t->n_buf; b++) {
-            if (b->size_at == NULL || b->n == 0)
+            /* the device's copy of a page table is for devices with memory of their own */
+            if (b->size_at == NULL || b->n == 0 || strstr(b->name, ".table") != NULL)
                 continue;
             --*b->size_at;
             if (op->call(device, t->args, &err) != HX_EARG ||
@@ -182,7 +183,7 @@ static void test_open(void **state)
     static const struct {
         const char *name, *isa, *word;
     } at[] = {
-        { "tpu", NULL, "cpu and ref" },
+        { "tpu", NULL, "cpu, ref" },
         { "cpu", "sse9", "sse9" },
         { "ref", "avx2", "double" },
         { "cpu", "", "unknown" },

@@ -225,6 +225,10 @@ static int take_choice(hx_engine *e, int32_t r, const hx_stream *s, hx_out_token
     if ((rc = hx_dev_get(e->dev, &t->token, hx_buf_at(e->out_id, at * sizeof t->token),
                          sizeof t->token, err)) != 0)
         return rc;
+    if (t->token < 0)
+        return hx_fail(err, HX_EARG, "sampling: %s",
+                       t->token == -1 ? "the logits hold a value that is no number"
+                                      : "every token is banned");
     if (s->req.want_logprobs &&
         (rc = hx_dev_get(e->dev, &t->logprob,
                          hx_buf_at(e->out_logprob, at * sizeof t->logprob),

@@ -417,7 +417,7 @@ static void advance(hx_gen *g)
 }
 
 /* The engine hands out a step's tokens one stream after the other. Who began with the
- * first would be woken for nearly every one and be in the engine's way: 26 -> 19 us of
+ * first would be woken for nearly every one and be in the engine's way: 25 -> 20 us of
  * CPU per token at 32 streams without and with the pause (2 cores of a Zen 3, 2026-11).
  */
 static void await_news(hx_pump *p)
