@@ -113,13 +113,13 @@ typedef struct {
 
 /* ---- operations ------------------------------------------------------ */
 
+/* clang-format off */
 #define HX_OPS(X)                                                                        \
-    X(embed)                                                                             \
-    X(rmsnorm)                                                                           \
-    X(layernorm)                                                                         \
-    X(matmul) X(head_matmul) X(swiglu) X(hc_mix) X(hc_merge) X(hc_mean) X(conv_short)    \
-        X(kda_gate) X(kda_step) X(kda_chunk) X(kda_out) X(latent_append) X(index_append) \
-            X(index_score) X(topk) X(mla_attend) X(router) X(moe) X(combine) X(sample)
+    X(embed) X(rmsnorm) X(layernorm) X(matmul) X(head_matmul) X(swiglu)                  \
+    X(hc_mix) X(hc_merge) X(hc_mean) X(conv_short) X(kda_gate) X(kda_step) X(kda_chunk)  \
+    X(kda_out) X(latent_append) X(index_append) X(index_score) X(topk) X(mla_attend)     \
+    X(router) X(moe) X(combine) X(sample)
+/* clang-format on */
 
 /* y[r, s, :] = table[id[r], :] for every stream s
  * y f32 [R, S, D]; id i32 [R]; table: plain format, n = N, k = D
@@ -157,10 +157,12 @@ typedef struct {
     int64_t rows, ldx, ldy;
 } hx_matmul_args;
 
-/* Per head h, with W_h = rows h*stride + first .. + n - 1 of W (plain formats, k
- * columns): transposed = 0:  y[r, h, 0..n) = W_h x[r, h, 0..k)          (values from
- * latents) transposed = 1:  y[r, h, 0..k) = W_h^T x[r, h, 0..n)        (absorbed queries)
- * y, x f32 [R, H, .] dense. source glm5_next.md 5, absorbed form */
+/* Per head h, with W_h = rows h * stride + first … + n - 1 of W (plain formats, k columns):
+ *   transposed = 0:  y[r, h, 0..n) = W_h x[r, h, 0..k)       (values from latents)
+ *   transposed = 1:  y[r, h, 0..k) = W_h^T x[r, h, 0..n)     (absorbed queries)
+ *
+ * y, x    f32 [R, H, .] dense
+ * source  glm5_next.md 5, absorbed form */
 typedef struct {
     hx_buf y, x;
     const hx_mat *w;
@@ -177,14 +179,21 @@ typedef struct {
 } hx_swiglu_args;
 
 /* mHC: collapses S streams to the layer's input and makes the maps for hc_merge.
- *   f = flatten(streams[r]); m = fn (f / sqrt(mean f^2 + norm_eps))
- *   pre = sigmoid(m[0..S) * scale[0] + base) + eps; post = 2 sigmoid(m[S..2S) * scale[1]
- * + base) comb = Sinkhorn(softmax_j(m[2S..) * scale[2] + base) + eps): iters column and
+ *   f    = flatten(streams[r]); m = fn (f / sqrt(mean f^2 + norm_eps))
+ *   pre  = sigmoid(m[0..S) * scale[0] + base) + eps
+ *   post = 2 sigmoid(m[S..2S) * scale[1] + base)
+ *   comb = Sinkhorn(softmax_j(m[2S..) * scale[2] + base) + eps): iters column and
  *          iters - 1 row normalisations, columns first; every divisor + eps
  *   x[r] = sum_s pre[s] streams[r, s]
- * x f32 [R, D]; post f32 [R, S]; comb f32 [R, S, S] (row = source stream); streams f32
- * [R, S, D]; fn plain format n = S (2 + S), k = S D; base f32 [S (2 + S)]; scale f32 [3].
- * S = 1 with fn NULL: x = streams, post = comb = 1. source glm5_next.md 3 */
+ *
+ * x        f32 [R, D]
+ * post     f32 [R, S]
+ * comb     f32 [R, S, S], row = source stream
+ * streams  f32 [R, S, D], S <= 8
+ * fn       plain format, n = S (2 + S), k = S D; NULL with S = 1: x = streams,
+ *          post = comb = 1
+ * base     f32 [S (2 + S)]; scale f32 [3]
+ * source   glm5_next.md 3 */
 typedef struct {
     hx_buf x, post, comb, streams, base, scale;
     const hx_mat *fn;
@@ -206,14 +215,18 @@ typedef struct {
     int64_t rows, streams_n, dim;
 } hx_hc_mean_args;
 
-/* Causal depthwise convolution over time, then SiLU:
- *   y[t, c] = silu(sum_{j < taps} w[c, j] u[t - taps + 1 + j, c]), u before the sequence
- * is 0 y, u f32 [R, C]; w f32 [C, taps], taps <= 8; state f32 [Q, taps - 1, C]: the last
- * raw inputs, oldest first; pend f32 [Q, HX_PEND_MAX, C]. First each span folds its first
- * commit pending rows into the state. hold: the new rows become the slot's pending rows
- * and the state stays (decode; n_row <= HX_PEND_MAX); otherwise the state moves on past
- * them (prefill). A span with n_row 0 only folds. A span with pos0 = 0 starts from zeros
- * (commit must be 0). source glm5_next.md 4, step 2 */
+/* Causal depthwise convolution over time, then SiLU; u before the sequence is 0:
+ *   y[t, c] = silu(sum_{j < taps} w[c, j] u[t - taps + 1 + j, c])
+ * First each span folds its first commit pending rows into the state. hold: the new rows
+ * become the slot's pending rows and the state stays (decode); else the state moves on past
+ * them (prefill). A span with n_row 0 only folds; one with pos0 = 0 starts from zeros.
+ *
+ * y, u    f32 [R, C]
+ * w       f32 [C, taps], taps <= 8
+ * state   f32 [Q, taps - 1, C]: the last raw inputs, oldest first
+ * pend    f32 [Q, HX_PEND_MAX, C]
+ * errors  HX_EARG: hold with n_row > HX_PEND_MAX; commit > 0 at pos0 = 0
+ * source  glm5_next.md 4, step 2 */
 typedef struct {
     hx_buf y, u, w, state, pend;
     hx_rows rows;
@@ -221,9 +234,13 @@ typedef struct {
     bool hold;
 } hx_conv_short_args;
 
-/* g[r, h, d] = bound * sigmoid(exp(a_log[h]) * (f[r, h, d] + dt_bias[h, d])); beta =
- * sigmoid(b) g, f f32 [R, H, K] (g may be f); beta, b f32 [R, H] (beta may be b); a_log
- * f32 [H]; dt_bias f32 [H, K]; bound < 0. source glm5_next.md 4, steps 3 and 4 */
+/* g[r, h, d] = bound * sigmoid(exp(a_log[h]) * (f[r, h, d] + dt_bias[h, d]))
+ * beta = sigmoid(b)
+ *
+ * g, f     f32 [R, H, K]; g may be f
+ * beta, b  f32 [R, H]; beta may be b
+ * a_log    f32 [H]; dt_bias f32 [H, K]; bound < 0
+ * source   glm5_next.md 4, steps 3 and 4 */
 typedef struct {
     hx_buf g, beta, f, b, a_log, dt_bias;
     int64_t rows, heads, width;
@@ -236,10 +253,15 @@ typedef struct {
  *   S = diag(exp g) S;  u = S^T k';  S += k' (beta (v - u))^T;  o = S^T q'
  * The state keeps only what was folded; the new rows become the slot's pending rows, so
  * R rows give the bits of R serial steps and rejected drafts cost nothing.
- * o f32 [R, H, V]; q, k, v: f32, row r head h at p + (r * ld + h * width) floats (slices
- * of the conv output); g f32 [R, H, K]; beta f32 [R, H]; state f32 [Q, H, K, V]; pend f32
- * [Q, HX_PEND_MAX, H, 3 width + 1]: k', v, g, beta. n_row <= HX_PEND_MAX; 0 only folds.
- * pos0 = 0 starts from zeros. source glm5_next.md 4, steps 5 and 6 */
+ *
+ * o        f32 [R, H, V]
+ * q, k, v  f32, row r head h at r * ld + h * width (slices of the convolution's output)
+ * g        f32 [R, H, K]; beta f32 [R, H]
+ * state    f32 [Q, H, K, V]
+ * pend     f32 [Q, HX_PEND_MAX, H, 3 width + 1]: k', v, g, beta
+ * errors   HX_EARG: n_row > HX_PEND_MAX (0 only folds); commit > 0 at pos0 = 0, which
+ *          starts from zeros
+ * source   glm5_next.md 4, steps 5 and 6 */
 typedef struct {
     hx_buf o, q, k, v, g, beta, state, pend;
     hx_rows rows;
@@ -269,10 +291,15 @@ typedef struct {
 } hx_latent_append_args;
 
 /* Records raw index keys and makes the pooled key of every pool that becomes complete:
- *   a[s, c] = softmax_s(gate[4p + s, c] + ape[s, c]);  P_p[c] = sum_s a[s, c] key[4p + s,
- * c] key, gate f32 [R, I]; ape f32 [P, I]; ring f32 [Q, HX_RING, 2, I]: key and gate of
- * position c at c % HX_RING, kept so that decode can go back; pool pages f32 or bf16. P
- * <= 8. source glm5_next.md 6 */
+ *   a[s, c] = softmax_s(gate[4p + s, c] + ape[s, c])
+ *   P_p[c]  = sum_s a[s, c] key[4p + s, c]
+ *
+ * key, gate  f32 [R, I]
+ * ape        f32 [P, I], P <= 8 and a divisor of 64
+ * ring       f32 [Q, HX_RING, 2, I]: key and gate of position c at c % HX_RING, kept so that
+ *            decode can go back
+ * pool       pages, f32 or bf16
+ * source     glm5_next.md 6 */
 typedef struct {
     hx_buf key, gate, ape, ring;
     hx_pages pool;
@@ -280,9 +307,12 @@ typedef struct {
     int64_t pool_n;
 } hx_index_append_args;
 
-/* score[r, p] = sum_h w[r, h] * max(0, (q[r, h] . P_p) * scale) over pools with (p + 1) *
- * P - 1 <= position score f32 [R, ld_score]; entries past the last visible pool are not
- * written; q f32 [R, H, I]; w f32 [R, H] times w_scale */
+/* score[r, p] = sum_h w[r, h] w_scale * max(0, (q[r, h] . P_p) * scale) over the pools that
+ * row r sees: (p + 1) * pool_n - 1 <= its position
+ *
+ * score   f32 [R, ld_score]; entries past the last visible pool are not written
+ * q       f32 [R, H, I]; w f32 [R, H]
+ * source  glm5_next.md 6 */
 typedef struct {
     hx_buf score, q, w;
     hx_pages pool;
@@ -291,19 +321,26 @@ typedef struct {
     float scale, w_scale;
 } hx_index_score_args;
 
-/* The k best of the first (position + 1) / pool_n scores of each row, higher first, equal
- * ones by lower index; written in ascending index order. pick i32 [R, k]; n_pick i32 [R]
- * = min(k, visible) */
+/* The k best of the first (position + 1) / pool_n scores of each row: higher first, equal
+ * ones by lower index; written in ascending index order.
+ *
+ * pick    i32 [R, k]; n_pick i32 [R] = min(k, visible)
+ * score   f32 [R, ld_score] */
 typedef struct {
     hx_buf pick, n_pick, score;
     hx_rows rows;
     int64_t k, pool_n, ld_score;
 } hx_topk_args;
 
-/* Attention over latents: z[r, h] = sum_c p_c cache[c], p = softmax(scale q[r, h] .
- * cache[c]) over c in ascending order: pick.p NULL: all c <= position; else the P tokens
- * of each picked pool, and the tail, the last (position + 1) mod P tokens. z, q f32 [R,
- * H, Z]; pick i32 [R, k_pick], n_pick i32 [R]. source glm5_next.md 5, 6 */
+/* Attention over latents, all heads alike: z[r, h] = sum_c p_c cache[c] with
+ * p = softmax(scale q[r, h] . cache[c]), over c in ascending order:
+ *   pick.p NULL: all c <= position
+ *   else the pool_n tokens of each picked pool, and the tail, the last
+ *   (position + 1) mod pool_n tokens
+ *
+ * z, q    f32 [R, H, Z]
+ * pick    i32 [R, k_pick]; n_pick i32 [R]
+ * source  glm5_next.md 5, 6 */
 typedef struct {
     hx_buf z, q, pick, n_pick;
     hx_pages cache;
@@ -312,10 +349,13 @@ typedef struct {
     float scale;
 } hx_mla_attend_args;
 
-/* Sigmoid router: sc = sigmoid(W x); the A largest of sc + bias (equal: lower id first)
- * in falling order; weight = sc / (sum of picked sc + 1e-20) * factor id i32 [R, A];
- * weight f32 [R, A]; x f32 [R, D]; w: plain format n = E; bias f32 [E]; score f32 [R, E]
- * scratch, holds sc afterwards. source glm5_next.md 7 */
+/* Sigmoid router: sc = sigmoid(W x); the A largest of sc + bias in falling order, equal
+ * ones by lower id; weight = sc / (sum of picked sc + 1e-20) * factor
+ *
+ * id      i32 [R, A]; weight f32 [R, A]
+ * x       f32 [R, D]; w: plain format, n = E; bias f32 [E]
+ * score   f32 [R, E] scratch; holds sc afterwards
+ * source  glm5_next.md 7 */
 typedef struct {
     hx_buf id, weight, x, bias, score;
     const hx_mat *w;
@@ -323,10 +363,13 @@ typedef struct {
     float factor;
 } hx_router_args;
 
-/* y[r, a] = down_e(silu(min(gate_e x[r], limit)) * clamp(up_e x[r])), e = id[r, a]
- * y f32 [R, A, D]; x f32 [R, D]; id i32 [R, A], entries < 0 leave y[r, a] as it is;
- * experts: host array [E]. Where an expert runs and how many rows it gets does not change
- * a bit. source glm5_next.md 7; exl3.md 9.1 */
+/* y[r, a] = down_e(silu(min(gate_e x[r], limit)) * clamp(up_e x[r])), e = id[r, a]. Where an
+ * expert runs and how many rows it gets does not change a bit.
+ *
+ * y       f32 [R, A, D]; x f32 [R, D]
+ * id      i32 [R, A]; entries < 0 leave y[r, a] as it is
+ * expert  host array [E]; only those that are picked are looked at
+ * source  glm5_next.md 7; exl3.md 9.1 */
 typedef struct {
     hx_buf y, x, id;
     const hx_expert *expert;
@@ -335,8 +378,10 @@ typedef struct {
 } hx_moe_args;
 
 /* y[r] = base[r] + weight[r, 0] part[r, 0] + weight[r, 1] part[r, 1] + …, one fused
- * multiply-add after the other in the order of the picks. y, base f32 [R, D] (y may be
- * base); part f32 [R, A, D] */
+ * multiply-add after the other in the order of the picks
+ *
+ * y, base  f32 [R, D]; y may be base
+ * part     f32 [R, A, D]; weight f32 [R, A] */
 typedef struct {
     hx_buf y, base, part, weight;
     int64_t rows, active, dim;
@@ -361,15 +406,19 @@ typedef struct {
     bool want_logprob;
 } hx_sample_row;
 
-/* Chooses one id per row from logits f32 [R, N], ids >= n_token never. In this order:
- * repetition penalty (positive logits divided, negative multiplied) over hist, frequency
- * * count and presence over ids with count > 0, bias, mask and bans; logprob and top are
- * the log-softmax of that, before temperature. Then temperature, top-k, top-p (smallest
- * set with mass >= top_p), min-p (of the best), draw by inverse cumulative sum over the
- * kept ids in falling order of probability (equal: lower id first). Greedy: the largest,
- * lower id first. id i32 [R]; logprob f32 [R]; top: hx_choice [R, 20]; scratch f32 [R, 2
- * N]. errors HX_EARG: a row whose every id is banned or whose logits hold NaN: the
- * sentence says which row */
+/* Chooses one id per row, ids >= n_token never. In this order: repetition penalty (positive
+ * logits divided, negative multiplied) over hist; frequency times count and presence over ids
+ * with count > 0; bias (-100 and below bans); mask and bans. logprob and top are the
+ * log-softmax of that, before temperature. Then temperature, top-k, top-p (smallest set with
+ * mass >= top_p of what top-k left), min-p (of the best), and a draw by inverse cumulative sum
+ * over the kept ids in falling order of probability, equal ones by lower id. Greedy: the
+ * largest, lower id first.
+ *
+ * id       i32 [R]; logprob f32 [R]; top hx_choice [R, 20], {-1, -inf} past the allowed ids
+ * logits   f32 [R, N]; scratch f32 [R, 2 N]
+ * errors   HX_EARG: a row whose every id is banned or whose logits hold NaN (the sentence
+ *          says which row); a device that cannot tell before the host reads leaves id -1
+ *          (no number) or -2 (all banned) */
 typedef struct {
     hx_buf id, logprob, top, logits, scratch;
     const hx_sample_row *row;

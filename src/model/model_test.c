@@ -16,6 +16,8 @@ typedef struct {
     hx_dev *dev;
     hx_cache *cache;
     hx_graph *g;
+    hx_tap_fn *tap;
+    void *tap_ud;
 } rig;
 
 static void rig_open(rig *r, const char *dir, const char *device, const char *isa,
@@ -99,6 +101,26 @@ static int64_t ids_of(const hx_json *list, int32_t **out)
     return n;
 }
 
+/* Hands taps on in host memory. */
+static void on_tap(void *ud, int64_t layer, const char *what, hx_buf data, int64_t rows)
+{
+    rig *r = ud;
+    hx_buf copy = { hx_alloc(data.n), data.n };
+    hx_err err = { 0 };
+
+    if (copy.p == NULL || hx_dev_get(r->dev, copy.p, data, data.n, &err) != 0)
+        fail_msg("%s", err.msg);
+    r->tap(r->tap_ud, layer, what, copy, rows);
+    hx_free(copy.p);
+}
+
+static void rig_tap(rig *r, hx_tap_fn *fn, void *ud)
+{
+    r->tap = fn;
+    r->tap_ud = ud;
+    hx_graph_tap(r->g, on_tap, r);
+}
+
 static double worst_row(const float *a, const float *b, int64_t rows, int64_t n)
 {
     double worst = 0;
@@ -153,7 +175,7 @@ static void tiny_case(const char *device, const char *isa, const char *which)
     rig r;
 
     rig_open(&r, TINY, device, isa, HX_CACHE_F32);
-    hx_graph_tap(r.g, on_tiny, &tap);
+    rig_tap(&r, on_tiny, &tap);
     n = ids_of(hx_json_get(ref, longer ? "long_ids" : "full_ids"), &ids);
     run_fresh(&r, HX_PHASE_PREFILL, ids, n, n, logits);
     char name[32];
@@ -479,7 +501,7 @@ static void demo_inside(const char *name, bool routing)
         if (hx_str_is(hx_json_str(hx_json_get(hx_json_at(list, i), "name")), name))
             n = ids_of(hx_json_get(hx_json_at(list, i), "ids"), &ids);
     rig_open(&r, DEMO, "cpu", NULL, HX_CACHE_F32);
-    hx_graph_tap(r.g, on_demo, &t);
+    rig_tap(&r, on_demo, &t);
     run_fresh(&r, HX_PHASE_PREFILL, ids, n, MAX_ROWS, NULL);
     printf("%s: streams %.2g, %lld router flips\n", name, t.worst, (long long)t.flips);
     assert_true(t.worst > 0 && t.worst <= 1e-5);
@@ -545,7 +567,7 @@ static void test_demo_selection(void **state)
                       "recall_400"))
             n = ids_of(hx_json_get(hx_json_at(list, i), "ids"), &ids);
     rig_open(&r, DEMO, "cpu", NULL, HX_CACHE_F32);
-    hx_graph_tap(r.g, on_pick, &t);
+    rig_tap(&r, on_pick, &t);
     run_fresh(&r, HX_PHASE_PREFILL, ids, n, MAX_ROWS, NULL);
     assert_int_equal(t.n_pick_rows, 2 * (n - 131));
     rig_close(&r);
