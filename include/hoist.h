@@ -138,6 +138,16 @@ typedef struct {
     float bias;
 } hx_bias;
 
+/* What an answer may be: text/grammar.h says what each kind reads. */
+typedef enum {
+    HX_GRAMMAR_NONE,
+    HX_GRAMMAR_JSON,        /* any JSON object */
+    HX_GRAMMAR_JSON_SCHEMA, /* a document of this schema */
+    HX_GRAMMAR_REGEX,       /* all of it matches */
+    HX_GRAMMAR_EBNF,        /* GBNF rules, from "root" on */
+    HX_GRAMMAR_CHOICE       /* one of a JSON list of strings */
+} hx_grammar_kind;
+
 /* Zero means off unless said otherwise. All arrays are copied by hx_submit(). */
 typedef struct {
     const int32_t *tokens; /* [n_tokens] the prompt, at least one */
@@ -158,10 +168,13 @@ typedef struct {
     int32_t n_stop;
     const int32_t *stop_ids; /* [n_stop_ids] beside the model's end ids */
     int32_t n_stop_ids;
-    bool ignore_eos;     /* end ids are neither sampled nor stop */
-    int32_t priority;    /* larger runs first */
-    int64_t deadline_ms; /* from submit; 0 is none; then HX_ELIMIT */
-    bool progress;       /* HX_EV_PROGRESS events while waiting and reading */
+    bool ignore_eos;              /* end ids are neither sampled nor stop */
+    int32_t priority;             /* larger runs first */
+    int64_t deadline_ms;          /* from submit; 0 is none; then HX_ELIMIT */
+    bool progress;                /* HX_EV_PROGRESS events while waiting and reading */
+    hx_grammar_kind grammar_kind; /* the answer keeps to grammar ... */
+    hx_str grammar;
+    int32_t grammar_after; /* ... from after this id on ("</think>"); 0: from the start */
 } hx_request;
 
 typedef enum { HX_EV_PROGRESS, HX_EV_TOKENS, HX_EV_DONE, HX_EV_ERROR } hx_event_kind;

@@ -25,6 +25,17 @@ async function test(name, f) {
 const chat = (content, more = {}) => client.chat.completions.create({
     model, temperature: 0, messages: [{ role: 'user', content }], ...more });
 
+// The content of an answer, streamed or not.
+async function text(content, more = {}) {
+    const answer = await chat(content, more);
+    if (!more.stream)
+        return answer.choices[0].message.content;
+    let all = '';
+    for await (const chunk of answer)
+        all += chunk.choices[0]?.delta?.content ?? '';
+    return all;
+}
+
 async function refused(request, status, code, param) {
     let error;
     try {
@@ -221,10 +232,28 @@ await test('n and seed', async () => {
     assert.equal(one.choices[0].text, a.choices[1].text);
 });
 
+await test('structured output', async () => {
+    const schema = { type: 'object', required: ['name', 'age', 'tags'], additionalProperties: false,
+                     properties: { name: { type: 'string', maxLength: 20 }, age: { type: 'integer', minimum: 0, maximum: 150 },
+                                   tags: { type: 'array', items: { enum: ['a', 'b'] }, minItems: 1, maxItems: 3 } } };
+    for (const stream of [false, true]) {
+        const answer = await text('Extract name, age, city as JSON: Alice is 34 years old and lives in Paris.',
+                                  { stream, response_format: { type: 'json_schema', json_schema: { name: 'p', schema } } });
+        const got = JSON.parse(answer);
+        assert.deepEqual(Object.keys(got), ['name', 'age', 'tags']);
+        assert.ok(Number.isInteger(got.age) && got.age >= 0 && got.age <= 150);
+        assert.ok(got.tags.length >= 1 && got.tags.length <= 3 && got.tags.every(t => ['a', 'b'].includes(t)));
+    }
+    JSON.parse(await text('Hello!', { response_format: { type: 'json_object' }, max_tokens: 400 }));
+    assert.match(await text('Hello!', { guided_regex: '[A-C]{4}' }), /^[A-C]{4}$/);
+    assert.ok(['red', 'blue'].includes(await text('Hello!', { guided_choice: ['red', 'blue'] })));
+});
+
 await test('errors', async () => {
     await refused(chat('x', { temperature: 'hot' }), 400, 'invalid_type', 'temperature');
     await refused(chat('x', { messages: [] }), 400, 'invalid_type', 'messages');
-    await refused(chat('x', { response_format: { type: 'json_object' } }), 400, 'unsupported_value', 'response_format');
+    await refused(chat('x', { response_format: { type: 'json_schema', json_schema: { name: 'a', schema: { not: {} } } } }),
+                  400, 'unsupported_value', 'response_format');
     await refused(client.embeddings.create({ model, input: 'x' }), 404, 'not_found');
     const long = await refused(chat('word '.repeat(40000), { stream: true }), 400, 'context_length_exceeded');
     assert.ok(long.error.n_prompt_tokens > long.error.n_ctx);

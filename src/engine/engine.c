@@ -66,6 +66,37 @@ static int open_tokenizer(hx_engine *e, const char *dir, hx_err *err)
     return 0;
 }
 
+/* What grammars choose from. Added tokens are never taken for their bytes: an answer cannot
+ * spell <think> or a tool call inside a string. */
+static int open_vocab(hx_engine *e, hx_err *err)
+{
+    const int32_t n = e->info.n_token;
+    hx_str *bytes = hx_new(hx_str, n);
+    bool *special = hx_new(bool, n);
+    int rc = HX_ENOMEM;
+
+    if (e->tok == NULL)
+        rc = 0;
+    else if (bytes == NULL || special == NULL)
+        hx_fail(err, rc, "grammar vocabulary: no memory for %d tokens", n);
+    else {
+        for (int32_t i = 0; i < n; i++) {
+            bytes[i] = hx_tok_bytes(e->tok, i);
+            special[i] = bytes[i].n > 0 && hx_tok_find(e->tok, bytes[i]) == i;
+        }
+        const hx_vocab_opt opt = { .bytes = bytes,
+                                   .special = special,
+                                   .n_token = n,
+                                   .n_vocab = e->info.n_vocab,
+                                   .end = e->eos,
+                                   .n_end = e->info.n_eos };
+        rc = hx_vocab_open(&e->vocab, &opt, err);
+    }
+    hx_free(bytes);
+    hx_free(special);
+    return rc;
+}
+
 /* chat_template.jinja, else chat_template of tokenizer_config.json, else none. */
 static int open_template(hx_engine *e, const char *dir, hx_err *err)
 {
@@ -236,7 +267,8 @@ static int open_rest(hx_engine *e, const hx_options *opt, hx_err *err)
     if (!hx_model_is_synthetic(opt->model_dir) &&
         ((rc = open_tokenizer(e, opt->model_dir, err)) != 0 ||
          (rc = open_template(e, opt->model_dir, err)) != 0 ||
-         (rc = read_generation(e, opt->model_dir, err)) != 0))
+         (rc = read_generation(e, opt->model_dir, err)) != 0 ||
+         (rc = open_vocab(e, err)) != 0))
         return rc;
     if ((rc = open_device(e, opt, err)) != 0)
         return rc;
@@ -307,6 +339,7 @@ void hx_close(hx_engine *e)
     }
     hx_model_close(e->model);
     hx_dev_close(e->dev);
+    hx_vocab_close(e->vocab);
     hx_jinja_close(e->chat);
     hx_tok_close(e->tok);
     hx_free(e->wait);
@@ -584,6 +617,7 @@ static int stream_new(hx_engine *e, const hx_request *r, hx_stream **out, hx_err
                      (long long)r->n_tokens);
     else
         rc = hx_sample_open(s, err);
+    s->req.grammar = (hx_str) { NULL, 0 }; /* the caller's, and compiled by now */
     if (rc != 0) {
         hx_engine_stream_destroy(s);
         return rc;

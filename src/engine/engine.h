@@ -75,6 +75,10 @@ struct hx_stream {
     uint64_t order; /* of arrival */
     hx_history hist;
     hx_stopper stopper;
+    hx_grammar *grammar; /* NULL: none */
+    hx_matcher *matcher;
+    uint32_t *mask;                       /* [ceil(N / 32)] */
+    bool grammar_on;                      /* grammar_after has come */
     hx_out_token pend[HX_STOP_BYTES + 8]; /* tokens held back for a stop text */
     int32_t n_pend;
     int32_t ban[64 + HX_STOP_MAX], n_ban; /* end ids */
@@ -111,8 +115,9 @@ struct hx_engine {
     hx_dev *dev;
     hx_cache *cache;
     hx_graph *decode, *prefill;
-    hx_tok *tok;    /* NULL: the folder has no tokenizer */
-    hx_jinja *chat; /* NULL: no template */
+    hx_tok *tok;     /* NULL: the folder has no tokenizer */
+    hx_jinja *chat;  /* NULL: no template */
+    hx_vocab *vocab; /* of tok, for grammars */
 
     pthread_mutex_t lock;
     pthread_cond_t wake;
@@ -153,7 +158,9 @@ int hx_sample_open(hx_stream *s, hx_err *err);
 void hx_sample_close(hx_stream *s);
 void hx_sample_seen(hx_history *h, int32_t id, bool answer);
 /* Fills *row for the stream's next token. */
-void hx_sample_row_of(const hx_stream *s, hx_sample_row *row);
+int hx_sample_row_of(hx_stream *s, hx_sample_row *row, hx_err *err);
+/* The stream's next token is id: its grammar moves on, or begins. */
+int hx_sample_follow(hx_stream *s, int32_t id, hx_err *err);
 /* Adds the bytes of one more token. Returns the index of the stop text found, or -1;
  * *n_sure gets how many of all held bytes are certain to be shown (all before the stop
  * text when found). */

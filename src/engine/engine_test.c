@@ -286,6 +286,63 @@ static void test_bias_and_force(void **state)
     hx_close(e);
 }
 
+/* An answer keeps to its grammar: a pattern from the start, a choice, a schema that begins after
+ * the reasoning. */
+static void test_grammar(void **state)
+{
+    static const char schema[] =
+        "{\"type\":\"object\",\"properties\":{\"city\":{\"enum\":[\"Oslo\",\"Rome\"]},"
+        "\"age\":{\"type\":\"integer\",\"minimum\":10,\"maximum\":99}},"
+        "\"required\":[\"city\",\"age\"]}";
+    hx_engine *e = open_demo(NULL);
+    const int32_t think_end = hx_token_id(e, HX_STR("</think>"));
+    answer *a = hx_new(answer, 1);
+    hx_err err = { 0 };
+    hx_stream *s;
+
+    (void)state;
+    assert_int_equal(hello[HX_LEN(hello) - 1], hx_token_id(e, HX_STR("<think>")));
+    for (uint64_t seed = 1; seed <= 8; seed++) {
+        hx_request r = { HELLO, .max_new = 200, .temperature = 1.5f, .seed = seed };
+        hx_json *j;
+        char *json;
+
+        r.grammar_kind = HX_GRAMMAR_REGEX;
+        r.grammar = HX_STR("[a-f]{3}-[0-9]{2}");
+        ask(e, &r, a);
+        assert_int_equal(a->end.stop, HX_STOP_EOS);
+        assert_int_equal(a->n_text, 6);
+        assert_true(strspn(a->text, "abcdef") == 3 && a->text[3] == '-' &&
+                    strspn(a->text + 4, "0123456789") == 2);
+        r.grammar_kind = HX_GRAMMAR_CHOICE;
+        r.grammar = HX_STR("[\"yes\",\"no\"]");
+        ask(e, &r, a);
+        assert_true(strcmp(a->text, "yes") == 0 || strcmp(a->text, "no") == 0);
+
+        r.grammar_kind = HX_GRAMMAR_JSON_SCHEMA;
+        r.grammar = hx_str_c(schema);
+        r.grammar_after = think_end;
+        r.temperature = 0;
+        r.seed = 0;
+        ask(e, &r, a);
+        assert_int_equal(a->end.stop, HX_STOP_EOS);
+        json = strstr(a->text, "</think>");
+        assert_non_null(json);
+        json += 8;
+        assert_int_equal(hx_json_parse(&j, hx_str_c(json), 0, &err), 0);
+        const int64_t age = hx_json_int(hx_json_get(j, "age"), 0);
+        const hx_str city = hx_json_str(hx_json_get(j, "city"));
+        assert_true(age >= 10 && age <= 99);
+        assert_true(hx_str_is(city, "Oslo") || hx_str_is(city, "Rome"));
+        hx_json_free(j);
+    }
+    const hx_request bad = { HELLO, .grammar_kind = HX_GRAMMAR_REGEX,
+                             .grammar = HX_STR("(((") };
+    assert_int_equal(hx_submit(e, &bad, &s, &err), HX_EFORMAT);
+    hx_free(a);
+    hx_close(e);
+}
+
 /* Log-probabilities of the chosen tokens are those of scoring the finished text. */
 static void test_logprobs_and_score(void **state)
 {
@@ -687,6 +744,7 @@ int main(void)
         cmocka_unit_test(test_same_anywhere),
         cmocka_unit_test(test_stops),
         cmocka_unit_test(test_bias_and_force),
+        cmocka_unit_test(test_grammar),
         cmocka_unit_test(test_logprobs_and_score),
         cmocka_unit_test(test_refusals),
         cmocka_unit_test(test_cancel),

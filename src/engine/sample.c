@@ -1,14 +1,40 @@
 /* sample.c - what a stream needs to choose its next token and to know when to stop: the
- * history behind penalties, bans before min_new, stop texts. The choice itself is the
+ * history behind penalties, bans before min_new, grammars, stop texts. The choice itself is the
  * operation hx_op_sample. Called by the engine thread. */
 #include "engine/engine.h"
+
+/* Compiles the request's grammar, on the caller's thread and within its limits. */
+static int open_grammar(hx_stream *s, hx_err *err)
+{
+    const hx_engine *e = s->engine;
+    const hx_request *r = &s->req;
+    int rc;
+
+    if (r->grammar_kind == HX_GRAMMAR_NONE)
+        return 0;
+    if (e->vocab == NULL)
+        return hx_fail(err, HX_EUNSUP, "grammar: model %s has no tokenizer", e->name);
+    if ((rc = hx_grammar_open(&s->grammar, e->vocab, r->grammar_kind, r->grammar, NULL,
+                              err)) != 0)
+        return rc;
+    s->matcher = hx_new(hx_matcher, 1);
+    s->mask = hx_new(uint32_t, (e->info.n_vocab + 31) / 32);
+    if (s->matcher == NULL || s->mask == NULL)
+        return hx_fail(err, HX_ENOMEM, "request: no memory for its grammar");
+    hx_grammar_start(s->grammar, s->matcher);
+    s->grammar_on = r->grammar_after == 0;
+    return 0;
+}
 
 int hx_sample_open(hx_stream *s, hx_err *err)
 {
     const hx_request *r = &s->req;
     const size_t n_vocab = (size_t)s->engine->info.n_vocab;
     hx_history *h = &s->hist;
+    int rc;
 
+    if ((rc = open_grammar(s, err)) != 0)
+        return rc;
     s->stopper.n_stop = r->n_stop;
     for (int32_t i = 0; i < r->n_stop; i++)
         s->stopper.stop[i] = r->stop[i];
@@ -32,6 +58,9 @@ no_memory:
 
 void hx_sample_close(hx_stream *s)
 {
+    hx_grammar_close(s->grammar);
+    hx_free(s->matcher);
+    hx_free(s->mask);
     hx_free(s->stopper.held);
     hx_free(s->hist.id);
     hx_free(s->hist.count);
@@ -51,7 +80,7 @@ void hx_sample_seen(hx_history *h, int32_t id, bool answer)
         h->count[h->at[id] - 1]++;
 }
 
-void hx_sample_row_of(const hx_stream *s, hx_sample_row *row)
+int hx_sample_row_of(hx_stream *s, hx_sample_row *row, hx_err *err)
 {
     const hx_request *r = &s->req;
     const int64_t made = s->n_token - s->n_prompt;
@@ -78,6 +107,20 @@ void hx_sample_row_of(const hx_stream *s, hx_sample_row *row)
         row->ban = s->ban;
         row->n_ban = s->n_ban;
     }
+    if (!s->grammar_on)
+        return 0;
+    row->mask = s->mask;
+    return hx_grammar_mask(s->matcher, s->mask, err);
+}
+
+int hx_sample_follow(hx_stream *s, int32_t id, hx_err *err)
+{
+    if (s->grammar == NULL)
+        return 0;
+    if (s->grammar_on && hx_grammar_accept(s->matcher, id) != 0)
+        return hx_fail(err, HX_EARG, "grammar: token %d is not allowed here", id);
+    s->grammar_on |= id == s->req.grammar_after;
+    return 0;
 }
 
 /* Length of the longest suffix of p[0..n) that begins some stop text. */

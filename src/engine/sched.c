@@ -170,6 +170,7 @@ static int32_t forced_or(hx_stream *s, int32_t id)
  * last. Returns false when the stream is gone. */
 static bool accept_token(hx_stream *s, hx_out_token *t)
 {
+    hx_err err = { 0 };
     int32_t which;
 
     t->token = forced_or(s, t->token);
@@ -179,6 +180,10 @@ static bool accept_token(hx_stream *s, hx_out_token *t)
     if (!s->req.ignore_eos && end_id_index(s, t->token) >= 0) {
         show_held(s, s->stopper.n_held, false);
         end_stream(s, HX_STOP_EOS, t->token, NULL);
+        return false;
+    }
+    if (hx_sample_follow(s, t->token, &err) != 0) {
+        end_stream(s, HX_STOP_NONE, -1, &err);
         return false;
     }
     which = show_token(s, t);
@@ -246,11 +251,12 @@ static void choose(hx_engine *e, hx_buf logits, hx_stream **stream, int32_t n)
 {
     hx_out_token t;
     hx_err err = { 0 };
-    bool each;
+    bool each = false;
 
+    /* A grammar that allows nothing leaves an empty mask, which its row is refused for. */
     for (int32_t r = 0; r < n; r++)
-        hx_sample_row_of(stream[r], &e->row[r]);
-    each = sample_rows(e, logits, 0, n, &err) != 0;
+        each |= hx_sample_row_of(stream[r], &e->row[r], &err) != 0;
+    each = each || sample_rows(e, logits, 0, n, &err) != 0;
     for (int32_t r = 0; r < n; r++) {
         if ((each && sample_rows(e, logits, r, 1, &err) != 0) ||
             take_choice(e, r, stream[r], &t, &err) != 0)

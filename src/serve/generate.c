@@ -151,9 +151,14 @@ static int submit(hx_gen *g, answer *a)
     r.tokens = g->req.prompt[a->prompt].id;
     r.n_tokens = g->req.prompt[a->prompt].n;
     r.seed += (uint64_t)(a->index % g->req.n);
+    r.grammar_after = a->reasoning ? g->think_end : 0;
     if ((rc = hx_submit(g->call->engine, &r, &a->stream, &err)) == 0)
         return 0;
-    return hx_server_problem_err(g->call, rc, NULL, &err);
+    return hx_server_problem_err(g->call, rc,
+                                 rc == HX_EFORMAT || rc == HX_EUNSUP || rc == HX_ELIMIT
+                                     ? g->req.grammar_param
+                                     : NULL,
+                                 &err);
 }
 
 static int open_answers(hx_gen *g)

@@ -264,34 +264,95 @@ static int read_integers(hx_call *c, hx_generate *g)
     return 0;
 }
 
-/* Constraints on the answer that this server lacks are refused, never ignored. */
-static int refuse_constraints(hx_call *c)
+/* The answer keeps to a grammar: its source is the JSON of v, or the text of a string. */
+static int set_grammar(hx_call *c, hx_generate *g, hx_grammar_kind kind,
+                       const char *param, const hx_json *v)
 {
-    static const char *const names[] = { "guided_json",        "guided_regex",
-                                         "guided_choice",      "guided_grammar",
-                                         "structured_outputs", "grammar",
-                                         "json_schema" };
+    hx_sb text = { 0 };
+    char *copy;
+
+    if (g->sampling.grammar_kind != HX_GRAMMAR_NONE)
+        return hx_server_problem(c, 400, param, "invalid_value",
+                                 "%s: the answer is constrained by %s already", param,
+                                 g->grammar_param);
+    if (hx_json_kind(v) == HX_JSON_STRING)
+        hx_sb_add(&text, hx_json_str(v).p, hx_json_str(v).n);
+    else if (v != NULL)
+        hx_json_write(&text, v);
+    copy = text.bad ? NULL : hx_arena_dup(&c->arena, text.n > 0 ? text.p : "", text.n);
+    g->sampling.grammar_kind = kind;
+    g->sampling.grammar = (hx_str) { copy, text.n };
+    g->grammar_param = param;
+    hx_sb_free(&text);
+    return copy != NULL ? 0
+                        : hx_server_problem(c, 503, param, "out_of_memory",
+                                            "request: no memory for its grammar");
+}
+
+static int read_response_format(hx_call *c, hx_generate *g)
+{
     const hx_json *format = hx_params_get(c->body, "response_format");
     const hx_str type = hx_json_str(hx_params_get(format, "type"));
+    const hx_json *schema = hx_params_get(hx_params_get(format, "json_schema"), "schema");
+
+    if (format == NULL)
+        return 0;
+    if (hx_json_kind(format) != HX_JSON_OBJECT)
+        return wrong_type(c, "response_format", "an object", format);
+    if (hx_str_is(type, "text"))
+        return 0;
+    if (hx_str_is(type, "json_object"))
+        return set_grammar(c, g, HX_GRAMMAR_JSON, "response_format", NULL);
+    if (!hx_str_is(type, "json_schema"))
+        return hx_server_problem(c, 400, "response_format", "invalid_value",
+                                 "response_format.type: expected \"text\", "
+                                 "\"json_object\" or \"json_schema\"");
+    if (hx_json_kind(schema) != HX_JSON_OBJECT)
+        return hx_server_problem(
+            c, 400, "response_format", "invalid_value",
+            "response_format.json_schema.schema: expected an object");
+    return set_grammar(c, g, HX_GRAMMAR_JSON_SCHEMA, "response_format", schema);
+}
+
+/* What the answer must keep to. Constraints that this server lacks are refused, never
+ * ignored. */
+static int read_constraints(hx_call *c, hx_generate *g)
+{
+    static const struct {
+        const char *name;
+        hx_grammar_kind kind;
+        hx_json_type type, other;
+    } guided[] = {
+        { "guided_json", HX_GRAMMAR_JSON_SCHEMA, HX_JSON_OBJECT, HX_JSON_STRING },
+        { "guided_regex", HX_GRAMMAR_REGEX, HX_JSON_STRING, HX_JSON_STRING },
+        { "guided_choice", HX_GRAMMAR_CHOICE, HX_JSON_ARRAY, HX_JSON_ARRAY },
+        { "guided_grammar", HX_GRAMMAR_EBNF, HX_JSON_STRING, HX_JSON_STRING },
+    };
+    static const char *const names[] = { "structured_outputs", "grammar", "json_schema" };
     bool include_stop = false;
     int rc;
 
     for (size_t i = 0; i < HX_LEN(names); i++)
         if (hx_params_get(c->body, names[i]) != NULL)
             return hx_server_problem(c, 400, names[i], "unsupported_value",
-                                     "%s: structured output is not supported yet",
+                                     "%s: not supported; use response_format or guided_*",
                                      names[i]);
-    if (format != NULL && hx_json_kind(format) != HX_JSON_OBJECT)
-        return wrong_type(c, "response_format", "an object", format);
-    if (format != NULL &&
-        (hx_str_is(type, "json_object") || hx_str_is(type, "json_schema")))
-        return hx_server_problem(
-            c, 400, "response_format", "unsupported_value",
-            "response_format: %.*s is not supported yet; only text is", (int)type.n,
-            type.p);
-    if (format != NULL && !hx_str_is(type, "text"))
-        return hx_server_problem(c, 400, "response_format", "invalid_value",
-                                 "response_format.type: expected \"text\"");
+    if ((rc = read_response_format(c, g)) != 0)
+        return rc;
+    for (size_t i = 0; i < HX_LEN(guided); i++) {
+        const hx_json *v = hx_params_get(c->body, guided[i].name);
+
+        if (v == NULL)
+            continue;
+        if (hx_json_kind(v) != guided[i].type && hx_json_kind(v) != guided[i].other)
+            return wrong_type(c, guided[i].name,
+                              guided[i].type == HX_JSON_OBJECT  ? "a schema"
+                              : guided[i].type == HX_JSON_ARRAY ? "a list of strings"
+                                                                : "a string",
+                              v);
+        if ((rc = set_grammar(c, g, guided[i].kind, guided[i].name, v)) != 0)
+            return rc;
+    }
     if ((rc = hx_params_bool(c, c->body, "include_stop_str_in_output", &include_stop)) !=
         0)
         return rc;
@@ -332,7 +393,7 @@ int hx_params_sampling(hx_call *c, hx_generate *g)
     g->model = hx_server_model_name(c->server);
     if ((rc = read_numbers(c, r)) != 0 || (rc = read_integers(c, g)) != 0 ||
         (rc = read_stop(c, r)) != 0 || (rc = read_stop_ids(c, r)) != 0 ||
-        (rc = read_bias(c, r)) != 0 || (rc = refuse_constraints(c)) != 0 ||
+        (rc = read_bias(c, r)) != 0 || (rc = read_constraints(c, g)) != 0 ||
         (rc = read_stream(c, g)) != 0 ||
         (rc = hx_params_bool(c, c->body, "ignore_eos", &r->ignore_eos)) != 0 ||
         (rc = hx_params_bool(c, c->body, "skip_special_tokens", &skip_special)) != 0 ||

@@ -199,14 +199,15 @@ typedef struct {
 
 /* A neutral request: every dialect is parsed to it. Arrays live in the call's arena. */
 typedef struct {
-    hx_request sampling;     /* tokens and n_tokens are set by generate.c */
-    bool chat;               /* vars through the template, else raw prompts */
-    hx_str vars;             /* chat: JSON object for hx_render() */
-    const hx_json *tools;    /* chat: tools in force, or NULL */
-    bool no_thinking;        /* chat: an opened <think> is closed at once */
-    const hx_prompt *prompt; /* [n_prompt] raw prompts; chat: the rendered one, later */
-    int32_t n_prompt, n;     /* prompts, answers of each */
-    bool keep_special;       /* special tokens are shown */
+    hx_request sampling;       /* tokens and n_tokens are set by generate.c */
+    const char *grammar_param; /* the field that asked for sampling.grammar */
+    bool chat;                 /* vars through the template, else raw prompts */
+    hx_str vars;               /* chat: JSON object for hx_render() */
+    const hx_json *tools;      /* chat: tools in force, or NULL */
+    bool no_thinking;          /* chat: an opened <think> is closed at once */
+    const hx_prompt *prompt;   /* [n_prompt] raw prompts; chat: the rendered one, later */
+    int32_t n_prompt, n;       /* prompts, answers of each */
+    bool keep_special;         /* special tokens are shown */
     bool stream, usage, echo;
     hx_str model; /* as the client called it */
 } hx_generate;

@@ -228,7 +228,7 @@ static int compile(hx_grammar **out, const hx_vocab *v, hx_ir *ir, hx_ref e)
     if (hx_dfa_build(&g->dfa, ir, root) != 0)
         goto fail;
     find_classes(g);
-    if ((ir->rc = hx_cache_open(g, ir->err)) != 0)
+    if ((ir->rc = hx_grammar_cache_open(g, ir->err)) != 0)
         goto fail;
     *out = g;
     return 0;
@@ -268,6 +268,6 @@ void hx_grammar_close(hx_grammar *g)
     if (g == NULL)
         return;
     hx_dfa_free(&g->dfa);
-    hx_cache_close(g);
+    hx_grammar_cache_close(g);
     hx_free(g);
 }

@@ -74,11 +74,8 @@ typedef struct hx_grammar hx_grammar;
  *   REGEX        ECMA-262 without flags, look-around, back-references, \b and \p; matches
  *                the whole text
  *   EBNF         GBNF as llama.cpp reads it; begins at the rule "root"
- *   CHOICE       a JSON array of strings */
-typedef enum {
-    HX_GRAMMAR_NONE, HX_GRAMMAR_JSON, HX_GRAMMAR_JSON_SCHEMA, HX_GRAMMAR_REGEX,
-    HX_GRAMMAR_EBNF, HX_GRAMMAR_CHOICE
-} hx_grammar_kind;
+ *   CHOICE       a JSON array of strings
+ * The kinds are hx_grammar_kind of hoist.h. */
 
 /* A composed grammar, for markup around others. */
 typedef enum {

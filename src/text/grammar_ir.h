@@ -308,22 +308,22 @@ struct hx_grammar {
     hx_matcher *spare;
 };
 
-int      hx_cache_open(hx_grammar *g, hx_err *err);
-void     hx_cache_close(hx_grammar *g);
+int      hx_grammar_cache_open(hx_grammar *g, hx_err *err);
+void     hx_grammar_cache_close(hx_grammar *g);
 /* The id of m's state, with half of the cache free. */
-uint32_t hx_cache_config(hx_matcher *m);
+uint32_t hx_grammar_cache_config(hx_matcher *m);
 /* The state after a byte, HX_CFG_DEAD, or HX_CFG_FULL: it could not be remembered. */
-uint32_t hx_cache_step(hx_grammar *g, uint32_t cfg, uint8_t byte);
+uint32_t hx_grammar_cache_step(hx_grammar *g, uint32_t cfg, uint8_t byte);
 /* The state after a token that the grammar names, or after its bytes (by_bytes). */
-uint32_t hx_cache_token(hx_grammar *g, uint32_t cfg, uint32_t by_bytes, int32_t id);
+uint32_t hx_grammar_cache_token(hx_grammar *g, uint32_t cfg, uint32_t by_bytes, int32_t id);
 /* Forgets everything but this state; its new id. */
-uint32_t hx_cache_renew(hx_grammar *g, uint32_t cfg);
+uint32_t hx_grammar_cache_renew(hx_grammar *g, uint32_t cfg);
 
-static inline uint32_t hx_cache_next(hx_grammar *g, uint32_t cfg, uint8_t byte)
+static inline uint32_t hx_grammar_cache_next(hx_grammar *g, uint32_t cfg, uint8_t byte)
 {
     const uint32_t to = g->next[(size_t)cfg * g->n_class + g->class_of[byte]];
 
-    return to != HX_CFG_UNKNOWN ? to : hx_cache_step(g, cfg, byte);
+    return to != HX_CFG_UNKNOWN ? to : hx_grammar_cache_step(g, cfg, byte);
 }
 
 #endif

@@ -239,9 +239,9 @@ typedef struct {
 /* The cache is full amid a walk: forgets all but the path. */
 static bool retrace(walk *w, uint32_t depth)
 {
-    w->at[0] = w->start = hx_cache_renew(w->g, w->start);
+    w->at[0] = w->start = hx_grammar_cache_renew(w->g, w->start);
     for (uint32_t d = 1; d < depth; d++) {
-        w->at[d] = hx_cache_next(w->g, w->at[d - 1], w->byte[d]);
+        w->at[d] = hx_grammar_cache_next(w->g, w->at[d - 1], w->byte[d]);
         if (w->at[d] < HX_CFG_FIRST)
             return false;
     }
@@ -266,12 +266,12 @@ static bool walk_trie(walk *w, uint32_t *mask)
     w->at[0] = w->start;
     for (uint32_t i = 0; i < n;) {
         const hx_trie_node *t = &node[i];
-        uint32_t to = hx_cache_next(g, w->at[t->depth - 1], t->byte);
+        uint32_t to = hx_grammar_cache_next(g, w->at[t->depth - 1], t->byte);
 
         if (to == HX_CFG_FULL) {
             if (!retrace(w, t->depth))
                 return false;
-            to = hx_cache_next(g, w->at[t->depth - 1], t->byte);
+            to = hx_grammar_cache_next(g, w->at[t->depth - 1], t->byte);
         }
         /* Remembered transitions are not counted: they cost next to nothing. */
         if (to == HX_CFG_FULL || g->work > g->opt.mask_steps)
@@ -309,7 +309,7 @@ static bool compute(hx_grammar *g, uint32_t *cfg, uint32_t *mask)
             const int32_t id = g->dfa.token.p[s->token + k].id;
 
             if (id < v->n_token &&
-                hx_cache_token(g, *cfg, HX_CFG_DEAD, id) != HX_CFG_DEAD)
+                hx_grammar_cache_token(g, *cfg, HX_CFG_DEAD, id) != HX_CFG_DEAD)
                 set_bit(mask, id);
         }
     }
@@ -350,7 +350,7 @@ int hx_grammar_mask(hx_matcher *m, uint32_t *mask, hx_err *err)
         return hx_fail(err, HX_EARG, "grammar: a mask needs a vocabulary");
     if (m->ended || (m->n_item == 0 && !m->complete))
         return no_mask(g, mask, m->ended ? "the answer has ended" : "too ambiguous", err);
-    cfg = hx_cache_config(m);
+    cfg = hx_grammar_cache_config(m);
     if (g->cfg[cfg].mask != 0) {
         memcpy(mask, g->mask + (g->cfg[cfg].mask - 1) * (size_t)v->n_word,
                v->n_word * sizeof(*mask));
@@ -402,13 +402,13 @@ size_t hx_grammar_forced(hx_matcher *m, char *out, size_t cap)
 
     if (m->ended || (m->n_item == 0 && !m->complete))
         return 0;
-    cfg = hx_cache_config(m);
+    cfg = hx_grammar_cache_config(m);
     while (n < cap) {
         const int byte = only_byte(g, cfg);
 
         if (byte < 0)
             break;
-        cfg = hx_cache_next(g, cfg, (uint8_t)byte);
+        cfg = hx_grammar_cache_next(g, cfg, (uint8_t)byte);
         if (cfg < HX_CFG_FIRST)
             break;
         out[n++] = (char)byte;

@@ -4,7 +4,7 @@
  * Called by grammar_mask.c and by whoever drives a matcher. A state is a set of items in
  * canonical order; equal sets get one id, so a transition is computed once. A matcher
  * keeps its state in full beside the id, which makes it independent of the cache. After
- * hx_cache_open() nothing here allocates. */
+ * hx_grammar_cache_open() nothing here allocates. */
 #include "text/grammar_ir.h"
 
 enum {
@@ -73,7 +73,7 @@ static void forget(hx_grammar *g)
     reset(g);
 }
 
-int hx_cache_open(hx_grammar *g, hx_err *err)
+int hx_grammar_cache_open(hx_grammar *g, hx_err *err)
 {
     const size_t words = g->vocab == NULL ? 0 : g->vocab->n_word;
     const size_t half = g->opt.cache_bytes / 2;
@@ -96,7 +96,7 @@ int hx_cache_open(hx_grammar *g, hx_err *err)
     return 0;
 }
 
-void hx_cache_close(hx_grammar *g)
+void hx_grammar_cache_close(hx_grammar *g)
 {
     if (g->map != NULL)
         hx_unmap(g->map, g->map_bytes);
@@ -356,7 +356,7 @@ static void arrive_by_byte(hx_grammar *g, uint32_t cfg, uint8_t byte)
     }
 }
 
-uint32_t hx_cache_step(hx_grammar *g, uint32_t cfg, uint8_t byte)
+uint32_t hx_grammar_cache_step(hx_grammar *g, uint32_t cfg, uint8_t byte)
 {
     uint32_t to;
 
@@ -370,7 +370,8 @@ uint32_t hx_cache_step(hx_grammar *g, uint32_t cfg, uint8_t byte)
     return to;
 }
 
-uint32_t hx_cache_token(hx_grammar *g, uint32_t cfg, uint32_t by_bytes, int32_t id)
+uint32_t hx_grammar_cache_token(hx_grammar *g, uint32_t cfg, uint32_t by_bytes,
+                                int32_t id)
 {
     const hx_config *c = &g->cfg[cfg];
 
@@ -457,7 +458,7 @@ static uint32_t load(const hx_matcher *m)
     return config_of(g);
 }
 
-uint32_t hx_cache_renew(hx_grammar *g, uint32_t cfg)
+uint32_t hx_grammar_cache_renew(hx_grammar *g, uint32_t cfg)
 {
     g->spare->g = g;
     save(g->spare, cfg);
@@ -467,7 +468,7 @@ uint32_t hx_cache_renew(hx_grammar *g, uint32_t cfg)
     return cfg;
 }
 
-uint32_t hx_cache_config(hx_matcher *m)
+uint32_t hx_grammar_cache_config(hx_matcher *m)
 {
     hx_grammar *g = m->g;
 
@@ -517,12 +518,13 @@ int hx_grammar_accept_bytes(hx_matcher *m, hx_str bytes)
 
     if (is_stuck(m))
         return bytes.n == 0 && !m->ended ? 0 : HX_EFORMAT;
-    cfg = hx_cache_config(m);
+    cfg = hx_grammar_cache_config(m);
     for (size_t i = 0; i < bytes.n && cfg >= HX_CFG_FIRST; i++) {
-        uint32_t to = hx_cache_next(g, cfg, (uint8_t)bytes.p[i]);
+        uint32_t to = hx_grammar_cache_next(g, cfg, (uint8_t)bytes.p[i]);
 
         if (to == HX_CFG_FULL)
-            to = hx_cache_next(g, hx_cache_renew(g, cfg), (uint8_t)bytes.p[i]);
+            to = hx_grammar_cache_next(g, hx_grammar_cache_renew(g, cfg),
+                                       (uint8_t)bytes.p[i]);
         cfg = to;
     }
     if (cfg < HX_CFG_FIRST)
@@ -545,14 +547,14 @@ int hx_grammar_accept(hx_matcher *m, int32_t id)
         m->ended = true;
         return 0;
     }
-    cfg = hx_cache_config(m);
+    cfg = hx_grammar_cache_config(m);
     if (v->kind[id] == HX_TOKEN_TEXT) {
         to = cfg;
         for (size_t i = 0; i < v->bytes[id].n && to >= HX_CFG_FIRST; i++)
-            to = hx_cache_next(g, to, (uint8_t)v->bytes[id].p[i]);
+            to = hx_grammar_cache_next(g, to, (uint8_t)v->bytes[id].p[i]);
     }
     if (g->has_tokens && to != HX_CFG_FULL)
-        to = hx_cache_token(g, cfg, to, id);
+        to = hx_grammar_cache_token(g, cfg, to, id);
     if (to < HX_CFG_FIRST)
         return HX_EFORMAT;
     save(m, to);

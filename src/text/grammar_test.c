@@ -870,7 +870,7 @@ static void test_copies(void **state)
             hx_matcher m = at[to];
 
             if (k == 30)
-                hx_cache_renew(g, hx_cache_config(&m));
+                hx_grammar_cache_renew(g, hx_grammar_cache_config(&m));
             assert_int_equal(hx_grammar_mask(&m, again, NULL), 0);
             assert_memory_equal(again, mask[to], demo.v->n_word * 4);
             assert_int_equal(hx_grammar_accept(&m, id[to]), 0);

@@ -7,6 +7,7 @@
 #define HX_TEXT_H
 
 #include "base/base.h"
+#include "text/grammar.h"
 
 /* ---- tokenizer ------------------------------------------------------- */
 
