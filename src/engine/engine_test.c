@@ -736,7 +736,8 @@ static void test_torture(void **state)
     assert_true(fails > 100);
 }
 
-int main(void)
+/* engine_test [PATTERN]: only the tests whose names match. */
+int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_greedy_reference),
@@ -757,5 +758,7 @@ int main(void)
         cmocka_unit_test(test_torture),
     };
 
+    if (argc > 1)
+        cmocka_set_test_filter(argv[1]);
     return cmocka_run_group_tests_name("engine", tests, NULL, NULL);
 }
