@@ -21,7 +21,7 @@ aarch64() {
 }
 
 if command -v clang >/dev/null; then
-    try build_clang make -s CC=clang
+    try build_clang make -s -j2 CC=clang
 else
     echo "SKIP build_clang: no clang"
 fi

@@ -9,7 +9,7 @@ export ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrac
 run() {          # SAN, folder, tests…: NAME, or NAME:PATTERN for some of its tests
     local san=$1 dir=$2 log t
     shift 2
-    if ! log=$(make -s SAN="$san" OPT='-O2 -g' $(printf "build/$dir/test/%s " "${@%%:*}") 2>&1); then
+    if ! log=$(make -s -j2 SAN="$san" OPT='-O2 -g' $(printf "build/$dir/test/%s " "${@%%:*}") 2>&1); then
         echo "not ok build_$dir: $(echo "$log" | grep -E 'error|undefined' | head -n 5)"
         return
     fi
