@@ -268,10 +268,12 @@ typedef struct {
     int64_t heads, width, ld;
 } hx_kda_step_args;
 
-/* The same recurrence in chunked form (prefill): folds pending rows, then blocks of up to
- * 64 rows cut at multiples of 64 of the position; the state moves on past all rows. Equal
- * to kda_step in real arithmetic. Arguments as kda_step. source glm5_next.md 4, chunked
- * form */
+/* The same recurrence over many rows (prefill): folds pending rows, then the state moves on
+ * past all rows. A back end may take the rows in chunks of up to 64 cut at multiples of 64 of
+ * the position (equal in real arithmetic; the result must not depend on other cuts) or run
+ * the recurrence, as ref, cpu and cuda do today. Arguments as kda_step, any n_row.
+ *
+ * source  glm5_next.md 4, chunked form */
 typedef hx_kda_step_args hx_kda_chunk_args;
 
 /* y = w * o / sqrt(mean_head(o^2) + eps) * sigmoid(z)
