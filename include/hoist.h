@@ -59,6 +59,10 @@ typedef struct {
 
 typedef enum { HX_KV_BF16, HX_KV_F32 } hx_kv;
 
+/* Which kept states a prompt may go on from: any; only those that prefill built, so that
+ * answers never depend on what was served before; none. */
+typedef enum { HX_PREFIX_REUSE, HX_PREFIX_STRICT, HX_PREFIX_OFF } hx_prefix;
+
 /* Loading progress; done and total in bytes. Called on the thread of hx_open(). */
 typedef void hx_load_fn(void *ud, uint64_t done, uint64_t total);
 
@@ -75,7 +79,26 @@ typedef struct {
     uint64_t cache_bytes;  /* sequence memory; 0 takes what max_streams need, at most
                             * a quarter of the memory this process may use */
     hx_kv kv;              /* how latents are kept */
-    hx_load_fn *on_load;   /* may be NULL */
+
+    /* a GPU beside host memory */
+    const char *mode; /* NULL or "auto": every lane; "gpu-only": no expert on the CPU */
+    uint64_t vram_bytes; /* GPU memory to use; 0: what is free */
+    uint64_t ram_bytes;  /* host memory to use; 0: what this process may */
+
+    /* kept prefixes */
+    hx_prefix prefix;
+    uint64_t park_ram_bytes;  /* states of idle conversations; 0: an eighth of the memory
+                               * this process may use, at most 16 GiB */
+    const char *park_dir;     /* NULL: none go to disk */
+    uint64_t park_disk_bytes; /* most that park_dir holds; 0: 32 GiB */
+    uint64_t park_day_bytes;  /* most written to it in 24 hours; 0: eight times that */
+
+    /* how decoding and reading prompts share the machine */
+    float decode_share; /* 0..1 of its rate that a running answer keeps beside a prompt
+                         * being read; 0: 0.5 */
+    bool no_canary;     /* no check of a known answer at start and when idle */
+
+    hx_load_fn *on_load; /* may be NULL */
     void *on_load_ud;
 } hx_options;
 
@@ -138,6 +161,14 @@ typedef struct {
     float bias;
 } hx_bias;
 
+/* Encoded media of a prompt. tokens holds one placeholder id for each, in order. */
+typedef enum { HX_MEDIA_IMAGE, HX_MEDIA_VIDEO } hx_media_kind;
+
+typedef struct {
+    hx_media_kind kind;
+    hx_str bytes; /* PNG, JPEG, WebP; MP4 */
+} hx_media;
+
 /* What an answer may be: text/grammar.h says what each kind reads. */
 typedef enum {
     HX_GRAMMAR_NONE,
@@ -168,10 +199,14 @@ typedef struct {
     int32_t n_stop;
     const int32_t *stop_ids; /* [n_stop_ids] beside the model's end ids */
     int32_t n_stop_ids;
-    bool ignore_eos;              /* end ids are neither sampled nor stop */
-    int32_t priority;             /* larger runs first */
-    int64_t deadline_ms;          /* from submit; 0 is none; then HX_ELIMIT */
-    bool progress;                /* HX_EV_PROGRESS events while waiting and reading */
+    bool ignore_eos;     /* end ids are neither sampled nor stop */
+    int32_t priority;    /* larger runs first */
+    int64_t deadline_ms; /* from submit; 0 is none; then HX_ELIMIT */
+    bool progress;       /* HX_EV_PROGRESS events while waiting and reading */
+    bool pin;      /* the state after this prompt is kept until hx_unpin() or the end */
+    bool no_store; /* nothing of this request is kept for later ones */
+    const hx_media *media; /* [n_media]; HX_EUNSUP where the model sees none */
+    int32_t n_media;
     hx_grammar_kind grammar_kind; /* the answer keeps to grammar ... */
     hx_str grammar;
     int32_t grammar_after; /* ... from after this id on ("</think>"); 0: from the start */

@@ -149,12 +149,15 @@ typedef struct {
 
 /* y[r, 0..n) = W x[r, 0..k) (+ bias)
  * x f32, rows ldx apart; y f32, rows ldy apart; any format.
- * The arithmetic is canonical (canon.h, one text for host and device): the same bits on
- * every backend and instruction set, but for ref, which is plain double. */
+ * The arithmetic of decode rows is canonical (canon.h, one text for host and device): the
+ * same bits on every backend and instruction set, but for ref, which is plain double.
+ * prefill: a device may round inputs and weights to f16 and sum in f32 instead; a row still
+ * has the same bits in a call of any number of rows. */
 typedef struct {
     hx_buf y, x;
     const hx_mat *w;
     int64_t rows, ldx, ldy;
+    bool prefill;
 } hx_matmul_args;
 
 /* Per head h, with W_h = rows h * stride + first … + n - 1 of W (plain formats, k columns):
@@ -366,7 +369,7 @@ typedef struct {
 } hx_router_args;
 
 /* y[r, a] = down_e(silu(min(gate_e x[r], limit)) * clamp(up_e x[r])), e = id[r, a]. Where an
- * expert runs and how many rows it gets does not change a bit.
+ * expert runs and how many rows it gets does not change a bit. prefill: as in matmul.
  *
  * y       f32 [R, A, D]; x f32 [R, D]
  * id      i32 [R, A]; entries < 0 leave y[r, a] as it is
@@ -377,6 +380,7 @@ typedef struct {
     const hx_expert *expert;
     int64_t n_expert, rows, active;
     float limit;
+    bool prefill;
 } hx_moe_args;
 
 /* y[r] = base[r] + weight[r, 0] part[r, 0] + weight[r, 1] part[r, 1] + …, one fused

@@ -13,9 +13,13 @@ static hx_buf floats_at(hx_buf b, int64_t offset)
 static int linear(const hx_layer_call *c, hx_buf y, int64_t ldy, hx_buf x, int64_t ldx,
                   const hx_mat *w, hx_err *err)
 {
-    const hx_matmul_args a = {
-        .y = y, .x = x, .w = w, .rows = c->rows.n_row, .ldx = ldx, .ldy = ldy
-    };
+    const hx_matmul_args a = { .y = y,
+                               .x = x,
+                               .w = w,
+                               .rows = c->rows.n_row,
+                               .ldx = ldx,
+                               .ldy = ldy,
+                               .prefill = c->phase == HX_PHASE_PREFILL };
 
     return hx_op_matmul(c->dev, &a, err);
 }
@@ -390,7 +394,8 @@ int hx_layers_moe(const hx_layer_call *c, const hx_layer *w, hx_err *err)
                               .n_expert = d->n_expert,
                               .rows = rows,
                               .active = d->n_active,
-                              .limit = d->swiglu_limit };
+                              .limit = d->swiglu_limit,
+                              .prefill = c->phase == HX_PHASE_PREFILL };
     const hx_combine_args combine = { .y = c->y,
                                       .base = c->y,
                                       .part = c->part,
