@@ -273,8 +273,8 @@ typedef struct {
 
 /* The same recurrence over many rows (prefill): folds pending rows, then the state moves on
  * past all rows. A back end may take the rows in chunks of up to 64 cut at multiples of 64 of
- * the position (equal in real arithmetic; the result must not depend on other cuts) or run
- * the recurrence, as ref, cpu and cuda do today. Arguments as kda_step, any n_row.
+ * the position (equal in real arithmetic; the result must not depend on other cuts), as
+ * ref does, or run the recurrence, as cpu does. Arguments as kda_step, any n_row.
  *
  * source  glm5_next.md 4, chunked form */
 typedef hx_kda_step_args hx_kda_chunk_args;

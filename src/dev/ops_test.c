@@ -824,11 +824,11 @@ static void test_moe_is_matmul(void **state)
                 const int64_t dim = x->gate.k, f = x->gate.n;
                 float *y = (float *)a->y.p + p * dim, expect[200], err2 = 0, power = 0;
                 const hx_buf in = hx_buf_at(a->x, (size_t)(p / a->active * dim) * 4);
-                const hx_matmul_args gate = { gb, in, &x->gate, 1, dim, f },
-                                     up = { ub, in, &x->up, 1, dim, f };
+                const hx_matmul_args gate = { gb, in, &x->gate, 1, dim, f, false },
+                                     up = { ub, in, &x->up, 1, dim, f, false };
                 const hx_swiglu_args act = { gb, gb, ub, 1, f, a->limit };
                 const hx_matmul_args down = {
-                    { expect, sizeof(expect) }, gb, &x->down, 1, f, dim
+                    { expect, sizeof(expect) }, gb, &x->down, 1, f, dim, false
                 };
 
                 assert_int_equal(hx_op_matmul(d, &gate, &err), 0);

@@ -767,13 +767,14 @@ typedef struct {
     size_t each;
 } kda_call;
 
-/* A worker's scratch: HX_PEND_MAX rows and COLS columns of the state. */
-static size_t kda_bytes(int64_t width)
+/* A worker's scratch: HX_PEND_MAX rows and COLS columns of the state; for the chunked form
+ * four arrays of HX_PAGE rows beside that, two rows of coefficients and one of decays. */
+static size_t kda_bytes(int64_t width, bool chunk)
 {
     const size_t w = (size_t)width;
 
-    return HX_PEND_MAX * (2 * w * sizeof(double) + (3 * w + 2) * sizeof(float)) +
-           COLS * w * sizeof(double);
+    return (2 * HX_PEND_MAX + COLS + (chunk ? 4 * HX_PAGE + 1 : 0)) * w * sizeof(double) +
+           (chunk ? 2 * HX_PAGE * sizeof(double) : 0);
 }
 
 /* Reads a record of pending memory [3 width + 1]. */
@@ -816,17 +817,14 @@ static kda_row kda_write(const hx_kda_step_args *a, int64_t r, int64_t h, float 
     return row;
 }
 
-/* One head of one span. */
-static void kda_head(const kda_call *c, const hx_span *s, int64_t h, double *work)
+/* Folds the slot's pending rows into its state; returns the state. */
+static float *kda_fold(const hx_kda_step_args *a, const hx_span *s, int64_t h,
+                       double *decay, double (*cols)[COLS])
 {
-    const hx_kda_step_args *a = c->a;
     const int64_t w = a->width, rec_n = 3 * w + 1;
     float *state = (float *)a->state.p + (s->slot * a->heads + h) * w * w;
-    float *pend =
-        (float *)a->pend.p + ((int64_t)s->slot * HX_PEND_MAX * a->heads + h) * rec_n;
-    double *decay = work, *q = decay + HX_PEND_MAX * w;
-    double(*cols)[COLS] = (double(*)[COLS])(q + HX_PEND_MAX * w);
-    float *own = (float *)(cols + w);
+    const float *pend = (const float *)a->pend.p +
+                        ((int64_t)s->slot * HX_PEND_MAX * a->heads + h) * rec_n;
     kda_row row[HX_PEND_MAX];
 
     if (s->pos0 == 0)
@@ -835,16 +833,137 @@ static void kda_head(const kda_call *c, const hx_span *s, int64_t h, double *wor
         row[i] = kda_read(pend + i * a->heads * rec_n, w, decay + i * w);
     for (int64_t j = 0; j < w && s->commit > 0; j += COLS)
         kda_columns(state, w, row, s->commit, true, j, cols);
+    return state;
+}
 
-    for (int64_t done = 0; done < s->n_row; done += HX_PEND_MAX) {
-        const int64_t n = HX_MIN(HX_PEND_MAX, s->n_row - done);
+/* One head of one span, row by row; the rows become pending. */
+static void kda_serial(const hx_kda_step_args *a, const hx_span *s, int64_t h,
+                       double *work)
+{
+    const int64_t w = a->width, rec_n = 3 * w + 1;
+    double *decay = work, *q = decay + HX_PEND_MAX * w;
+    double(*cols)[COLS] = (double(*)[COLS])(q + HX_PEND_MAX * w);
+    float *state = kda_fold(a, s, h, decay, cols);
+    float *pend =
+        (float *)a->pend.p + ((int64_t)s->slot * HX_PEND_MAX * a->heads + h) * rec_n;
+    kda_row row[HX_PEND_MAX];
 
-        for (int64_t i = 0; i < n; i++)
-            row[i] = kda_write(a, s->row0 + done + i, h,
-                               c->chunk ? own + i * rec_n : pend + i * a->heads * rec_n,
-                               decay + i * w, q + i * w);
-        for (int64_t j = 0; j < w; j += COLS)
-            kda_columns(state, w, row, n, c->chunk, j, cols);
+    for (int64_t i = 0; i < s->n_row; i++)
+        row[i] = kda_write(a, s->row0 + i, h, pend + i * a->heads * rec_n, decay + i * w,
+                           q + i * w);
+    for (int64_t j = 0; j < w && s->n_row > 0; j += COLS)
+        kda_columns(state, w, row, s->n_row, false, j, cols);
+}
+
+/* A chunk's rows in double: q', k', the decay's logarithm summed from the chunk's start,
+ * and the corrected values, each [n, width]. */
+typedef struct {
+    double *q, *k, *g, *v;
+    int64_t n, width;
+} kda_block;
+
+static void block_read(kda_block *b, const hx_kda_step_args *a, int64_t row0, int64_t h)
+{
+    const int64_t w = b->width;
+
+    for (int64_t i = 0; i < b->n; i++) {
+        const int64_t in = (row0 + i) * a->ld + h * w;
+        const float *q = (const float *)a->q.p + in, *k = (const float *)a->k.p + in,
+                    *g = (const float *)a->g.p + ((row0 + i) * a->heads + h) * w;
+        const double qn = inverse_norm(q, w) / sqrt((double)w), kn = inverse_norm(k, w);
+
+        for (int64_t d = 0; d < w; d++) {
+            b->q[i * w + d] = q[d] * qn;
+            b->k[i * w + d] = (float)(k[d] * kn);
+            b->g[i * w + d] = g[d] + (i > 0 ? b->g[(i - 1) * w + d] : 0);
+        }
+    }
+}
+
+/* mine[j] = sum_d x[d] k_j[d] exp(G_i[d] - G_j[d]) for x = k_i (j < i) and q_i (j <= i).
+ * Differences of G only: exp(G_i) and exp(-G_j) by themselves leave the range. */
+static void block_weights(const kda_block *b, int64_t i, double *of_k, double *of_q)
+{
+    const int64_t w = b->width;
+    const double *q = b->q + i * w, *k = b->k + i * w, *g = b->g + i * w;
+
+    for (int64_t j = 0; j <= i; j++) {
+        of_k[j] = of_q[j] = 0;
+        for (int64_t d = 0; d < w; d++) {
+            const double t = b->k[j * w + d] * exp(g[d] - b->g[j * w + d]);
+
+            of_k[j] += k[d] * t;
+            of_q[j] += q[d] * t;
+        }
+    }
+}
+
+/* The rows of a chunk from the state S at its start (glm5_next.md 4):
+ *   v'_i = beta_i (v_i - S^T (k_i exp G_i) - sum_{j < i} of_k[j] v'_j)
+ *   o_i  = S^T (q_i exp G_i) + sum_{j <= i} of_q[j] v'_j
+ *   S    = diag(exp G_n) S + sum_j (k_j exp(G_n - G_j)) v'_j^T */
+static void block_run(const kda_block *b, const hx_kda_step_args *a, int64_t row0,
+                      int64_t h, float *state, double *of)
+{
+    const int64_t w = b->width;
+    double *of_k = of, *of_q = of + HX_PAGE, *decay = of + 2 * HX_PAGE;
+
+    for (int64_t i = 0; i < b->n; i++) {
+        const float *v = (const float *)a->v.p + (row0 + i) * a->ld + h * w;
+        float *o = (float *)a->o.p + ((row0 + i) * a->heads + h) * w;
+        const double beta = ((const float *)a->beta.p)[(row0 + i) * a->heads + h];
+
+        block_weights(b, i, of_k, of_q);
+        for (int64_t d = 0; d < w; d++)
+            decay[d] = exp(b->g[i * w + d]);
+        for (int64_t c = 0; c < w; c++) {
+            double u = 0, y = 0;
+
+            for (int64_t d = 0; d < w; d++) {
+                const double s = state[d * w + c] * decay[d];
+
+                u += s * b->k[i * w + d];
+                y += s * b->q[i * w + d];
+            }
+            for (int64_t j = 0; j < i; j++) {
+                u += of_k[j] * b->v[j * w + c];
+                y += of_q[j] * b->v[j * w + c];
+            }
+            b->v[i * w + c] = beta * (v[c] - u);
+            o[c] = (float)(y + of_q[i] * b->v[i * w + c]);
+        }
+    }
+    for (int64_t d = 0; d < w; d++) {
+        const double last = b->g[(b->n - 1) * w + d], all = exp(last);
+
+        for (int64_t j = 0; j < b->n; j++)
+            of_k[j] = b->k[j * w + d] * exp(last - b->g[j * w + d]);
+        for (int64_t c = 0; c < w; c++) {
+            double s = state[d * w + c] * all;
+
+            for (int64_t j = 0; j < b->n; j++)
+                s += of_k[j] * b->v[j * w + c];
+            state[d * w + c] = (float)s;
+        }
+    }
+}
+
+/* One head of one span, in chunks cut at multiples of HX_PAGE of the position. */
+static void kda_chunked(const hx_kda_step_args *a, const hx_span *s, int64_t h,
+                        double *work)
+{
+    const int64_t w = a->width;
+    double(*cols)[COLS] = (double(*)[COLS])(work + 2 * HX_PEND_MAX * w);
+    double *at = (double *)(cols + w), *of = at + 4 * HX_PAGE * w;
+    kda_block b = {
+        at, at + HX_PAGE * w, at + 2 * HX_PAGE * w, at + 3 * HX_PAGE * w, 0, w
+    };
+    float *state = kda_fold(a, s, h, work, cols);
+
+    for (int64_t done = 0; done < s->n_row; done += b.n) {
+        b.n = HX_MIN(HX_PAGE - (s->pos0 + done) % HX_PAGE, s->n_row - done);
+        block_read(&b, a, s->row0 + done, h);
+        block_run(&b, a, s->row0 + done, h, state, of);
     }
 }
 
@@ -853,14 +972,17 @@ static void kda_part(void *ud, int64_t begin, int64_t end, int worker)
     const kda_call *c = ud;
 
     for (int64_t i = begin; i < end; i++)
-        kda_head(c, &c->a->rows.span[i / c->a->heads], i % c->a->heads,
-                 worker_scratch(c->dev, 0, c->each, worker));
+        (c->chunk ? kda_chunked : kda_serial)(c->a, &c->a->rows.span[i / c->a->heads],
+                                              i % c->a->heads,
+                                              worker_scratch(c->dev, 0, c->each, worker));
 }
 
 static int kda(hx_dev *dev, const char *op, const hx_kda_step_args *a, bool chunk,
                hx_err *err)
 {
-    kda_call c = { .a = a, .dev = dev, .chunk = chunk, .each = kda_bytes(a->width) };
+    kda_call c = {
+        .a = a, .dev = dev, .chunk = chunk, .each = kda_bytes(a->width, chunk)
+    };
     const int rc = fits(dev, op, 0, c.each, err);
 
     if (rc != 0)
@@ -874,7 +996,6 @@ static int ref_kda_step(hx_dev *dev, const hx_kda_step_args *a, hx_err *err)
     return kda(dev, "kda_step", a, false, err);
 }
 
-/* The meaning of the chunked form is the recurrence itself. */
 static int ref_kda_chunk(hx_dev *dev, const hx_kda_chunk_args *a, hx_err *err)
 {
     return kda(dev, "kda_chunk", a, true, err);
@@ -1245,9 +1366,9 @@ const hx_dev_ops hx_ref_ops = { .name = "ref",
 
 size_t hx_ref_scratch_bytes(const hx_dev_limits *l, int n_thread)
 {
-    const size_t each = HX_MAX(
-        sizeof(product_work),
-        HX_MAX(kda_bytes(l->max_k), (size_t)(l->max_ctx + l->max_k) * sizeof(double)));
+    const size_t each = HX_MAX(sizeof(product_work),
+                               HX_MAX(kda_bytes(l->max_k, true),
+                                      (size_t)(l->max_ctx + l->max_k) * sizeof(double)));
     const size_t moe = 2 * ROWS * (sizeof(int64_t) + (size_t)l->max_k * sizeof(double));
     const size_t ranks =
         (size_t)HX_MAX(l->max_n, HX_MAX(l->max_ctx, l->max_expert)) * sizeof(entry);
