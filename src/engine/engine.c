@@ -484,6 +484,10 @@ static int check_request(const hx_engine *e, const hx_request *r, hx_err *err)
 
     if (r->n_tokens < 1)
         return hx_fail(err, HX_EARG, "prompt: empty; at least one token is needed");
+    if (r->n_media > 0)
+        return hx_fail(err, HX_EUNSUP,
+                       "media: %d of them, but model %s reads text only; leave them out",
+                       r->n_media, e->name);
     if (r->n_tokens >= e->info.ctx_tokens)
         return hx_fail(err, HX_ELIMIT,
                        "prompt: %lld tokens do not fit the context of %lld tokens (one "

@@ -396,6 +396,8 @@ static void test_refusals(void **state)
 
     (void)state;
     expect_refused(e, &(hx_request) { .tokens = hello, .n_tokens = 0 }, HX_EARG, "empty");
+    expect_refused(e, &(hx_request) { HELLO, .media = &(hx_media) { 0 }, .n_media = 1 },
+                   HX_EUNSUP, "text only");
     expect_refused(e, &(hx_request) { .tokens = big, .n_tokens = 4096 }, HX_ELIMIT,
                    "4096");
     expect_refused(e, &(hx_request) { .tokens = &bad, .n_tokens = 1 }, HX_EARG, "4096");
