@@ -60,12 +60,12 @@ static double matmul_speed(hx_dev *d, const memory *mem, hx_fmt fmt, int k2,
 
     for (; n < 4 || t - t0 < 0.35; n++) {
         const hx_mat m = matrix(mem, fmt, N, K, k2, cb, &at);
-        const hx_matmul_args a = { { mem->y, (size_t)rows * N * 4 },
-                                   { mem->x, (size_t)rows * K * 4 },
-                                   &m,
-                                   rows,
-                                   K,
-                                   N };
+        const hx_matmul_args a = { .y = { mem->y, (size_t)rows * N * 4 },
+                                   .x = { mem->x, (size_t)rows * K * 4 },
+                                   .w = &m,
+                                   .rows = rows,
+                                   .ldx = K,
+                                   .ldy = N };
 
         if (n == 0)
             t0 = now(CLOCK_THREAD_CPUTIME_ID);
@@ -124,14 +124,14 @@ static void print_moe(hx_dev *d, const memory *mem, int k2, hx_codebook cb, int6
                              matrix(mem, HX_FMT_EXL3, N, K, k2, cb, &at),
                              matrix(mem, HX_FMT_EXL3, K, N, k2, cb, &at) };
     for (; n < 2 || t - t0 < 1; n++) {
-        const hx_moe_args a = { { mem->y, (size_t)rows * ACTIVE * K * 4 },
-                                { mem->x, (size_t)rows * K * 4 },
-                                { id, (size_t)rows * ACTIVE * 4 },
-                                e,
-                                EXPERTS,
-                                rows,
-                                ACTIVE,
-                                10 };
+        const hx_moe_args a = { .y = { mem->y, (size_t)rows * ACTIVE * K * 4 },
+                                .x = { mem->x, (size_t)rows * K * 4 },
+                                .id = { id, (size_t)rows * ACTIVE * 4 },
+                                .expert = e,
+                                .n_expert = EXPERTS,
+                                .rows = rows,
+                                .active = ACTIVE,
+                                .limit = 10 };
 
         for (int64_t i = 0; i < rows * ACTIVE; i++)
             id[i] = (int32_t)((i + n * ACTIVE + (i / ACTIVE) * 5) % EXPERTS);

@@ -207,6 +207,25 @@ def router(r):
          weight=picked / (picked.sum(1, keepdims=True) + 1e-20) * 2.5)
 
 
+def plan(r):
+    """All splits are tried: the lane takes the first k of the missing experts."""
+    shapes = [(1, 4, 9, (2, 190, 240, 60, 20)), (5, 4, 9, (2, 190, 240, 60, 20)),
+              (5, 4, 9, (2, 190, 0, 60, 20)), (6, 3, 30, (8, 10, 4, 2, 1))]
+    for rows, active, n, (here_us, link_us, lane_us, row_us, post_us) in shapes:
+        ids = np.array([r.r.permutation(n)[:active] for _ in range(rows)], np.int32)
+        resident = np.where(r.r.rand(n) < 0.3, np.arange(n), -1).astype(np.int32)
+        count = np.bincount(ids.ravel(), minlength=n)
+        missing = sorted((count[e], e) for e in range(n) if count[e] and resident[e] < 0)
+        held = sum(1 for e in range(n) if count[e] and resident[e] >= 0)
+        cost = [(max(held * here_us + (len(missing) - k) * link_us,
+                     post_us + sum(lane_us + (c - 1) * row_us for c, _ in missing[:k]) if k else 0), k)
+                for k in range(len(missing) + 1 if lane_us else 1)]
+        lane = {e for _, e in missing[:min(cost)[1]]}
+        side = np.array([[2 if e in lane else 1 if resident[e] < 0 else 0 for e in row] for row in ids])
+        case("plan", id=ids, resident=resident, x=r.n(rows, 2),
+             here=np.where(side == 2, -1, ids), there=np.where(side == 2, ids, -1), log=ids + (side << 24))
+
+
 def combine(r):
     base, part, weight = r.n(2, 5), r.n(2, 3, 5), r.n(2, 3)
     case("combine", base=base, part=part, weight=weight,
@@ -493,7 +512,7 @@ def number(x):
 def main():
     makers = [embed, norms, matmul, head_matmul, swiglu, hc, conv_short, kda_gate, kda_step, kda_chunk,
               kda_out, latent_append, index_append, index_score, topk, mla_attend, router, moe,
-              combine, sample]
+              combine, sample, plan]
     for i, make in enumerate(makers):
         make(Rand(1000 + i))
     os.makedirs(OUT, exist_ok=True)

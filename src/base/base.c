@@ -1317,6 +1317,12 @@ void hx_pool_close(hx_pool *p)
     hx_free(p);
 }
 
+void hx_pool_set_spin(hx_pool *p, int64_t spin_us)
+{
+    if (p != NULL && p->spin_us > 0)
+        p->spin_us = spin_us;
+}
+
 int hx_pool_size(const hx_pool *p)
 {
     return p != NULL ? p->n : 1;

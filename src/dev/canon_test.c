@@ -553,12 +553,15 @@ static void check_matmul(const matrix *a, int64_t rows)
 
             for (int64_t i = 0; i < rows * ldy; i++)
                 got[i] = 77;
-            assert_int_equal(
-                hx_cpu_matmul(&d,
-                              &(hx_matmul_args) { buf(got, rows * ldy),
-                                                  buf(x, rows * ldx), m, rows, ldx, ldy },
-                              NULL),
-                0);
+            assert_int_equal(hx_cpu_matmul(&d,
+                                           &(hx_matmul_args) { .y = buf(got, rows * ldy),
+                                                               .x = buf(x, rows * ldx),
+                                                               .w = m,
+                                                               .rows = rows,
+                                                               .ldx = ldx,
+                                                               .ldy = ldy },
+                                           NULL),
+                             0);
             for (int64_t r = 0; r < rows; r++) {
                 snprintf(what, sizeof(what), "%s %s k2 %d %s [%d, %d] row %d of %d",
                          isa_name[isa], hx_fmt_name(m->fmt), m->k2, cb_name[m->codebook],
@@ -757,14 +760,14 @@ static void check_moe(int64_t dim, int64_t width, int64_t rows, int64_t active,
     for (int isa = 0; isa < HX_N_ISA; isa++)
         for (int threads = 1; threads <= 3 && hx_cpu_has((hx_isa)isa); threads += 2) {
             hx_dev d = device(isa, threads, &l);
-            const hx_moe_args a = { buf(got, n * dim),
-                                    buf(x, rows * dim),
-                                    { id, (size_t)n * 4 },
-                                    e,
-                                    N_EXPERT,
-                                    rows,
-                                    active,
-                                    limit };
+            const hx_moe_args a = { .y = buf(got, n * dim),
+                                    .x = buf(x, rows * dim),
+                                    .id = { id, (size_t)n * 4 },
+                                    .expert = e,
+                                    .n_expert = N_EXPERT,
+                                    .rows = rows,
+                                    .active = active,
+                                    .limit = limit };
 
             for (int64_t i = 0; i < n * dim; i++)
                 got[i] = 77;
@@ -804,9 +807,12 @@ static void little_scratch(void **state)
     (void)state;
     for (int r = 0; r < 50; r++)
         canon_matmul(&a, x + r * 384, want + r * 256);
-    const hx_matmul_args args = {
-        buf(got, 50 * 256), buf(x, 50 * 384), &a.m, 50, 384, 256
-    };
+    const hx_matmul_args args = { .y = buf(got, 50 * 256),
+                                  .x = buf(x, 50 * 384),
+                                  .w = &a.m,
+                                  .rows = 50,
+                                  .ldx = 384,
+                                  .ldy = 256 };
     assert_int_equal(hx_cpu_matmul(&d, &args, NULL), 0);
     same_floats("little scratch", got, want, 50 * 256);
     d.scratch_bytes = 10000;

@@ -11,6 +11,7 @@
 #endif
 
 #include "dev/cpu_kern.h"
+#include "dev/lane.h"
 #include "dev/fmt_fp8.h"
 
 enum {
@@ -254,7 +255,14 @@ static void combine_part(void *ud, int64_t begin, int64_t end, int worker)
 int hx_cpu_combine(hx_dev *d, const hx_combine_args *a, hx_err *err)
 {
     (void)err;
+    if (a->there.p != NULL)
+        hx_lane_take(a);
     return hx_cpu_run(d, combine_part, a, a->rows, a->active * a->dim);
+}
+
+int hx_cpu_plan(hx_dev *d, const hx_plan_args *a, hx_err *err)
+{
+    return hx_lane_plan(d, a, err);
 }
 
 /* ---- mHC ------------------------------------------------------------- */

@@ -737,9 +737,9 @@ typedef struct {
     uint8_t *gate, *up, *down; /* prepared rows */
 } moe;
 
-static const hx_expert *expert_of(const moe *c, const group *g)
+static hx_expert expert_of(const moe *c, const group *g)
 {
-    return &c->a->expert[g->expert];
+    return hx_moe_expert(c->a, g->expert);
 }
 
 /* Gate and up may use the same prepared rows. */
@@ -763,11 +763,11 @@ static void moe_prepare(void *ud, int64_t begin, int64_t end, int worker_i)
 
         while (row >= g->row0 + g->n)
             g++;
-        const hx_expert *e = expert_of(c, g);
-        const hx_mat *m = is_up ? &e->up : &e->gate;
+        const hx_expert e = expert_of(c, g);
+        const hx_mat *m = is_up ? &e.up : &e.gate;
         const int64_t x_row = c->pair[c->pair0 + row] / c->a->active;
 
-        if (!is_up || !same_input(e))
+        if (!is_up || !same_input(&e))
             prepare(c->mem.k, m, (const float *)c->a->x.p + x_row * k + b * BLOCK, b,
                     block_at(is_up ? c->up : c->gate, g, blocks, block_bytes(m), b,
                              row - g->row0));
@@ -783,10 +783,10 @@ static void moe_gate_up(void *ud, int64_t begin, int64_t end, int worker_i)
     for (int64_t i = begin; i < end; i++) {
         const group *g = &c->group[i / bands];
         const int64_t b = i % bands;
-        const hx_expert *e = expert_of(c, g);
-        const outputs gate = all_outputs(&e->gate), up = all_outputs(&e->up);
+        const hx_expert e = expert_of(c, g);
+        const outputs gate = all_outputs(&e.gate), up = all_outputs(&e.up);
         const rows_view xg = group_view(c->gate, g, gate.m);
-        const rows_view xu = same_input(e) ? xg : group_view(c->up, g, up.m);
+        const rows_view xu = same_input(&e) ? xg : group_view(c->up, g, up.m);
 
         product(c->mem.k, &gate, &xg, b, w, w->y[0]);
         product(c->mem.k, &up, &xu, b, w, w->y[1]);
@@ -794,8 +794,8 @@ static void moe_gate_up(void *ud, int64_t begin, int64_t end, int worker_i)
             float h[BAND];
 
             c->mem.k->act(h, w->y[0] + r * BAND, w->y[1] + r * BAND, c->a->limit);
-            prepare(c->mem.k, &e->down, h, b,
-                    block_at(c->down, g, bands, block_bytes(&e->down), b, r));
+            prepare(c->mem.k, &e.down, h, b,
+                    block_at(c->down, g, bands, block_bytes(&e.down), b, r));
         }
     }
 }
@@ -809,7 +809,8 @@ static void moe_down(void *ud, int64_t begin, int64_t end, int worker_i)
 
     for (int64_t i = begin; i < end; i++) {
         const group *g = &c->group[i / bands];
-        const outputs o = all_outputs(&expert_of(c, g)->down);
+        const hx_expert e = expert_of(c, g);
+        const outputs o = all_outputs(&e.down);
         const rows_view h = group_view(c->down, g, o.m);
 
         product(c->mem.k, &o, &h, i % bands, w, w->y[0]);
@@ -871,7 +872,7 @@ static void next_batch(moe *c, int64_t max, int32_t *expert)
 
 static void run_batch(hx_dev *d, moe *c)
 {
-    const hx_expert *e = expert_of(c, c->group);
+    const hx_expert *e = &c->a->expert[c->group->expert];
     const int64_t rows = HX_MIN(ceil_div(c->n_pair, c->n_group), ROWS);
 
     hx_pool_run(d->pool, c->n_pair * 2 * n_block(e->gate.k), 32, moe_prepare, c);

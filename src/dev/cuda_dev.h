@@ -55,6 +55,7 @@ int hx_cuda_count(void);
     X(mla_attend, hx_cuda_mla_attend)                                                    \
     X(router, hx_cuda_router)                                                            \
     X(moe, hx_cuda_moe_op)                                                               \
+    X(plan, hx_cuda_plan)                                                                \
     X(combine, hx_cuda_combine)                                                          \
     X(sample, hx_cuda_sample)
 #define X(op, name) int name(hx_dev *d, const hx_##op##_args *a, hx_err *err);

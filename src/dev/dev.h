@@ -118,7 +118,7 @@ typedef struct {
     X(embed) X(rmsnorm) X(layernorm) X(matmul) X(head_matmul) X(swiglu)                  \
     X(hc_mix) X(hc_merge) X(hc_mean) X(conv_short) X(kda_gate) X(kda_step) X(kda_chunk)  \
     X(kda_out) X(latent_append) X(index_append) X(index_score) X(topk) X(mla_attend)     \
-    X(router) X(moe) X(combine) X(sample)
+    X(router) X(plan) X(moe) X(combine) X(sample)
 /* clang-format on */
 
 /* y[r, s, :] = table[id[r], :] for every stream s
@@ -368,15 +368,60 @@ typedef struct {
     float factor;
 } hx_router_args;
 
+/* Where a device reads an expert now: addresses as in hx_mat. EXL3: trellis, suh, svh;
+ * plain formats: w, scale, bias. */
+typedef struct {
+    const void *trellis, *suh, *svh;
+} hx_lease_mat;
+
+typedef struct {
+    hx_lease_mat gate, up, down;
+} hx_lease;
+
+/* What experts cost, in microseconds; measured at start (model/store.c). */
+typedef struct {
+    float here_us; /* the device: one whose weights it holds */
+    float link_us; /* the device: one read from host memory */
+    float lane_us,
+        row_us;    /* the CPU lane: one at one row, and each row more; 0: no lane */
+    float post_us; /* the lane: from the post to its first expert, and back */
+} hx_rates;
+
+typedef struct hx_lane
+    hx_lane; /* dev/lane.h: experts computed on the CPU beside a device */
+
+/* Splits a layer's picks between this device and the CPU lane and posts the lane's job.
+ * Experts with resident[e] >= 0 stay here; of the distinct others the lane takes those with
+ * the fewest rows, equal ones by lower id, as long as that makes the longer of both sides
+ * shorter (plan.h). Where an expert is computed never changes a bit of it.
+ *
+ * here      i32 [R, A] = id, or -1 where the lane has the pick
+ * there     i32 [R, A] = id, or -1 where it stays
+ * log       i32 [R, A] id + side << 24, side an hx_side
+ * id        i32 [R, A]; x f32 [R, D], read only when a job is posted
+ * resident  i32 [E]
+ * lane      NULL: there is nobody to post to
+ * errors    HX_EARG: more rows or another width than the lane was opened for */
+typedef enum { HX_SIDE_HERE, HX_SIDE_LINK, HX_SIDE_LANE } hx_side;
+
+typedef struct {
+    hx_buf here, there, log, id, x, resident;
+    hx_lane *lane;
+    int64_t rows, active, n_expert, dim;
+    int32_t layer;
+    hx_rates rates;
+} hx_plan_args;
+
 /* y[r, a] = down_e(silu(min(gate_e x[r], limit)) * clamp(up_e x[r])), e = id[r, a]. Where an
  * expert runs and how many rows it gets does not change a bit. prefill: as in matmul.
  *
  * y       f32 [R, A, D]; x f32 [R, D]
  * id      i32 [R, A]; entries < 0 leave y[r, a] as it is
  * expert  host array [E]; only those that are picked are looked at
+ * at      hx_lease [E] in device memory, instead of the addresses in expert; or p NULL
  * source  glm5_next.md 7; exl3.md 9.1 */
 typedef struct {
-    hx_buf y, x, id;
+    hx_buf y, x, id, at;
     const hx_expert *expert;
     int64_t n_expert, rows, active;
     float limit;
@@ -387,9 +432,13 @@ typedef struct {
  * multiply-add after the other in the order of the picks
  *
  * y, base  f32 [R, D]; y may be base
- * part     f32 [R, A, D]; weight f32 [R, A] */
+ * part     f32 [R, A, D]; weight f32 [R, A]
+ * there    i32 [R, A], or p NULL: picks >= 0 are taken from the lane, which is waited for
+ * lane     the one that plan posted to. When it misses its deadline what is in y means
+ *          nothing: hx_lane_late() then tells */
 typedef struct {
-    hx_buf y, base, part, weight;
+    hx_buf y, base, part, weight, there;
+    hx_lane *lane;
     int64_t rows, active, dim;
 } hx_combine_args;
 
@@ -435,6 +484,27 @@ typedef struct {
 
 typedef struct hx_dev hx_dev;
 
+/* A recorded list of operations. */
+typedef struct hx_dev_graph hx_dev_graph;
+
+/* What a device with memory of its own can do; see the functions below. */
+typedef struct hx_dev_link {
+    int (*memory)(hx_dev *, uint64_t *free_bytes, uint64_t *total, hx_err *);
+    int (*pin)(hx_dev *, void *p, size_t bytes, hx_err *);
+    void (*unpin)(hx_dev *, void *p);
+    int (*shared)(hx_dev *, hx_buf *out, size_t bytes, hx_err *);
+    void (*unshared)(hx_dev *, hx_buf *);
+    int (*push)(hx_dev *, hx_buf to, const void *from, size_t bytes, hx_err *);
+    int (*push_mark)(hx_dev *, uint64_t *ticket, hx_err *);
+    bool (*pushed)(hx_dev *, uint64_t ticket);
+    int (*await_push)(hx_dev *, uint64_t ticket, hx_err *);
+    int (*hold_push)(hx_dev *, hx_err *);
+    int (*record)(hx_dev *, hx_err *);
+    int (*record_end)(hx_dev *, hx_dev_graph **, hx_err *);
+    int (*replay)(hx_dev *, hx_dev_graph *, hx_err *);
+    void (*graph_free)(hx_dev_graph *);
+} hx_dev_link;
+
 typedef struct {
     const char *name; /* "cpu", "ref", "cuda" */
     /* Memory of its own; all NULL where device memory is host memory. put and get are
@@ -443,6 +513,7 @@ typedef struct {
     void (*free)(hx_dev *, hx_buf *);
     int (*put)(hx_dev *, hx_buf to, const void *from, size_t bytes, hx_err *);
     int (*get)(hx_dev *, void *to, hx_buf from, size_t bytes, hx_err *);
+    const struct hx_dev_link *link; /* beside host memory; NULL where they are one */
 #define X(op) int (*op)(hx_dev *, const hx_##op##_args *, hx_err *);
     HX_OPS(X)
 #undef X
@@ -454,9 +525,10 @@ struct hx_dev {
     hx_pool *pool;   /* owned */
     void *scratch;   /* [scratch_bytes] of the backend; fixed at open */
     size_t scratch_bytes;
-    int level;     /* hx_isa of the cpu backend */
-    void *own;     /* the cuda backend's state */
-    char text[64]; /* "cpu (avx2, 2 threads)" */
+    int level;           /* hx_isa of the cpu backend */
+    void *own;           /* the cuda backend's state */
+    uint64_t used_bytes; /* of the device's memory, by this program's buffers */
+    char text[64];       /* "cpu (avx2, 2 threads)" */
 };
 
 /* What the largest call will need; sizes the scratch so that no operation allocates. */
@@ -483,10 +555,38 @@ int hx_dev_put(hx_dev *d, hx_buf to, const void *from, size_t bytes, hx_err *err
 int hx_dev_get(hx_dev *d, void *to, hx_buf from, size_t bytes, hx_err *err);
 bool hx_dev_is_host(const hx_dev *d);
 
+/* Memory of the device: free now, and in all. Host devices: what this process may use. */
+int hx_dev_memory(hx_dev *d, uint64_t *free_bytes, uint64_t *total, hx_err *err);
+/* Host memory that operations read in place, at its own address, until it is unpinned.
+ * Errors: HX_ENOMEM (the sentence says how to raise the limit), HX_EUNSUP. Any thread. */
+int hx_dev_pin(hx_dev *d, void *p, size_t bytes, hx_err *err);
+void hx_dev_unpin(hx_dev *d, void *p);
+/* Zeroed memory that host and device see at one address. */
+int hx_dev_shared(hx_dev *d, hx_buf *out, size_t bytes, hx_err *err);
+void hx_dev_unshared(hx_dev *d, hx_buf *b);
+/* Copies from pinned host memory beside the operations, in order among themselves. A mark
+ * stands for all pushes so far. */
+int hx_dev_push(hx_dev *d, hx_buf to, const void *from, size_t bytes, hx_err *err);
+int hx_dev_push_mark(hx_dev *d, uint64_t *ticket, hx_err *err);
+bool hx_dev_pushed(hx_dev *d, uint64_t ticket); /* never waits */
+/* Operations from here on come after those pushes; pushes from here on after all
+ * operations so far. */
+int hx_dev_await_push(hx_dev *d, uint64_t ticket, hx_err *err);
+int hx_dev_hold_push(hx_dev *d, hx_err *err);
+/* Between record and record_end operations are noted down, not run; replay runs them all,
+ * with the arguments they had. Only where !hx_dev_is_host(). */
+int hx_dev_record(hx_dev *d, hx_err *err);
+int hx_dev_record_end(hx_dev *d, hx_dev_graph **out, hx_err *err);
+int hx_dev_replay(hx_dev *d, hx_dev_graph *g, hx_err *err);
+void hx_dev_graph_free(hx_dev *d, hx_dev_graph *g); /* NULL is fine */
+
 /* One checked entry per operation. Thread: the one that owns the device. */
 #define X(op) int hx_op_##op(hx_dev *d, const hx_##op##_args *a, hx_err *err);
 HX_OPS(X)
 #undef X
+
+/* Expert e of a call of moe, with the addresses of at where that is there; host devices. */
+hx_expert hx_moe_expert(const hx_moe_args *a, int64_t e);
 
 /* n bytes from p on, as a buffer: a view of part of b. */
 static inline hx_buf hx_buf_at(hx_buf b, size_t offset_bytes)

@@ -242,12 +242,12 @@ static void check_product(const char *name, const hx_mat *m, const void *x16,
         if (!hx_cpu_has((hx_isa)isa))
             continue;
         hx_dev d = device(isa, &l);
-        const hx_matmul_args a = { { y, (size_t)(rows * m->n) * 4 },
-                                   { x, (size_t)(rows * m->k) * 4 },
-                                   m,
-                                   rows,
-                                   m->k,
-                                   m->n };
+        const hx_matmul_args a = { .y = { y, (size_t)(rows * m->n) * 4 },
+                                   .x = { x, (size_t)(rows * m->k) * 4 },
+                                   .w = m,
+                                   .rows = rows,
+                                   .ldx = m->k,
+                                   .ldy = m->n };
 
         assert_int_equal(hx_cpu_matmul(&d, &a, NULL), 0);
         const double e = relative_rms(y, want, rows * m->n);
@@ -433,14 +433,14 @@ static void check_moe(const char *name, const moe_case *c, float limit, const fl
         if (!hx_cpu_has((hx_isa)isa))
             continue;
         hx_dev d = device(isa, &l);
-        const hx_moe_args a = { { part, (size_t)(n * dim) * 4 },
-                                { x, (size_t)(c->rows * dim) * 4 },
-                                { (void *)(uintptr_t)c->id, (size_t)n * 4 },
-                                e,
-                                c->n_expert,
-                                c->rows,
-                                c->active,
-                                limit };
+        const hx_moe_args a = { .y = { part, (size_t)(n * dim) * 4 },
+                                .x = { x, (size_t)(c->rows * dim) * 4 },
+                                .id = { (void *)(uintptr_t)c->id, (size_t)n * 4 },
+                                .expert = e,
+                                .n_expert = c->n_expert,
+                                .rows = c->rows,
+                                .active = c->active,
+                                .limit = limit };
 
         assert_int_equal(hx_cpu_moe(&d, &a, NULL), 0);
         for (int64_t i = 0; i < c->rows * dim; i++) {

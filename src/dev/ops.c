@@ -8,6 +8,7 @@
 #include <stdio.h>
 
 #include "dev/cpu.h"
+#include "dev/lane.h"
 #include "dev/ref.h"
 #ifdef HX_CUDA
 #include "dev/cuda_dev.h"
@@ -568,6 +569,53 @@ static void check_router(check *c, const hx_router_args *a)
     dense(c, "weight", a->weight, a->rows, a->active, 1);
 }
 
+static hx_mat leased(hx_mat m, const hx_lease_mat *at)
+{
+    m.w = at->trellis;
+    if (m.fmt == HX_FMT_EXL3) {
+        m.suh = at->suh;
+        m.svh = at->svh;
+    } else {
+        m.scale = at->suh;
+        m.bias = at->svh;
+    }
+    return m;
+}
+
+hx_expert hx_moe_expert(const hx_moe_args *a, int64_t e)
+{
+    const hx_expert x = a->expert[e];
+    const hx_lease *at = a->at.p;
+
+    if (at == NULL)
+        return x;
+    return (hx_expert) { leased(x.gate, &at[e].gate), leased(x.up, &at[e].up),
+                         leased(x.down, &at[e].down) };
+}
+
+static void check_plan(check *c, const hx_plan_args *a)
+{
+    range(c, "experts", a->n_expert, 1, HX_PLAN_MAX_EXPERT);
+    range(c, "active experts", a->active, 1, a->n_expert);
+    at_least(c, "dim", a->dim, 1);
+    dense(c, "here", a->here, a->rows, a->active, 1);
+    dense(c, "there", a->there, a->rows, a->active, 1);
+    dense(c, "log", a->log, a->rows, a->active, 1);
+    dense(c, "x", a->x, a->rows, a->dim, 1);
+    dense(c, "resident", a->resident, a->n_expert, 1, 1);
+    ids_in(c, "id", a->id, a->rows * a->active, 0, a->n_expert);
+    if (a->rows * a->active > HX_PLAN_MAX_PICK)
+        REFUSE(c, "plan: %lld rows of %lld picks, at most %d picks go in a call",
+               (long long)a->rows, (long long)a->active, HX_PLAN_MAX_PICK);
+    if (a->lane != NULL && (a->rows * a->active > a->lane->max_pick ||
+                            a->rows > a->lane->max_rows || a->dim != a->lane->dim))
+        REFUSE(
+            c,
+            "plan: %lld rows of width %lld, the lane was opened for %lld of width %lld",
+            (long long)a->rows, (long long)a->dim, (long long)a->lane->max_rows,
+            (long long)a->lane->dim);
+}
+
 /* Only the experts that are picked are looked at, or all where the picks are not to be
  * seen; all have the first one's shapes. */
 static void check_moe(check *c, const hx_moe_args *a)
@@ -583,6 +631,9 @@ static void check_moe(check *c, const hx_moe_args *a)
                (long long)a->rows);
     if (c->rc != 0)
         return;
+    if (a->at.p != NULL && a->at.n / sizeof(hx_lease) < (size_t)a->n_expert)
+        REFUSE(c, "moe: at has %zu bytes for %lld experts", a->at.n,
+               (long long)a->n_expert);
     const int64_t d = x[0].gate.k, f = x[0].gate.n;
     dense(c, "y", a->y, a->rows, a->active, d);
     dense(c, "x", a->x, a->rows, d, 1);
@@ -607,6 +658,11 @@ static void check_combine(check *c, const hx_combine_args *a)
     dense(c, "base", a->base, a->rows, a->dim, 1);
     dense(c, "part", a->part, a->rows, a->active, a->dim);
     dense(c, "weight", a->weight, a->rows, a->active, 1);
+    if (a->there.p == NULL)
+        return;
+    dense(c, "there", a->there, a->rows, a->active, 1);
+    if (a->lane == NULL || a->dim != a->lane->dim || a->rows > a->lane->max_rows)
+        REFUSE(c, "combine: picks are with a lane, which is not there or is another");
 }
 
 static void list_in(check *c, const char *name, const int32_t *id, int64_t n, int64_t hi)
@@ -848,18 +904,24 @@ int hx_dev_alloc(hx_dev *d, hx_buf *out, size_t bytes, hx_err *err)
     void *p = NULL;
 
     *out = (hx_buf) { NULL, 0 };
-    if (d->ops->alloc != NULL)
-        return d->ops->alloc(d, out, bytes, err);
+    if (d->ops->alloc != NULL) {
+        const int rc = d->ops->alloc(d, out, bytes, err);
+
+        d->used_bytes += rc == 0 ? bytes : 0;
+        return rc;
+    }
     if (bytes > 0 &&
         (p = is_mapped(bytes) ? hx_map(bytes, true) : hx_alloc(bytes)) == NULL)
         return hx_fail(err, HX_ENOMEM, "device %s: no memory for a buffer of %zu bytes",
                        d->ops->name, bytes);
     *out = (hx_buf) { p, bytes };
+    d->used_bytes += bytes;
     return 0;
 }
 
 void hx_dev_free(hx_dev *d, hx_buf *b)
 {
+    d->used_bytes -= b->n;
     if (d->ops->free != NULL)
         d->ops->free(d, b);
     else if (is_mapped(b->n))
@@ -890,4 +952,88 @@ int hx_dev_get(hx_dev *d, void *to, hx_buf from, size_t bytes, hx_err *err)
 bool hx_dev_is_host(const hx_dev *d)
 {
     return d->ops->alloc == NULL;
+}
+
+/* ---- beside host memory: where they are one, there is little to do ------- */
+
+int hx_dev_memory(hx_dev *d, uint64_t *free_bytes, uint64_t *total, hx_err *err)
+{
+    if (d->ops->link != NULL)
+        return d->ops->link->memory(d, free_bytes, total, err);
+    *free_bytes = *total = hx_sys_mem_bytes();
+    return 0;
+}
+
+int hx_dev_pin(hx_dev *d, void *p, size_t bytes, hx_err *err)
+{
+    return d->ops->link != NULL ? d->ops->link->pin(d, p, bytes, err) : 0;
+}
+
+void hx_dev_unpin(hx_dev *d, void *p)
+{
+    if (d->ops->link != NULL)
+        d->ops->link->unpin(d, p);
+}
+
+int hx_dev_shared(hx_dev *d, hx_buf *out, size_t bytes, hx_err *err)
+{
+    return d->ops->link != NULL ? d->ops->link->shared(d, out, bytes, err)
+                                : hx_dev_alloc(d, out, bytes, err);
+}
+
+void hx_dev_unshared(hx_dev *d, hx_buf *b)
+{
+    if (d->ops->link != NULL)
+        d->ops->link->unshared(d, b);
+    else
+        hx_dev_free(d, b);
+}
+
+int hx_dev_push(hx_dev *d, hx_buf to, const void *from, size_t bytes, hx_err *err)
+{
+    hx_assert(bytes <= to.n);
+    return d->ops->link != NULL ? d->ops->link->push(d, to, from, bytes, err)
+                                : hx_dev_put(d, to, from, bytes, err);
+}
+
+int hx_dev_push_mark(hx_dev *d, uint64_t *ticket, hx_err *err)
+{
+    *ticket = 0;
+    return d->ops->link != NULL ? d->ops->link->push_mark(d, ticket, err) : 0;
+}
+
+bool hx_dev_pushed(hx_dev *d, uint64_t ticket)
+{
+    return d->ops->link == NULL || d->ops->link->pushed(d, ticket);
+}
+
+int hx_dev_await_push(hx_dev *d, uint64_t ticket, hx_err *err)
+{
+    return d->ops->link != NULL ? d->ops->link->await_push(d, ticket, err) : 0;
+}
+
+int hx_dev_hold_push(hx_dev *d, hx_err *err)
+{
+    return d->ops->link != NULL ? d->ops->link->hold_push(d, err) : 0;
+}
+
+int hx_dev_record(hx_dev *d, hx_err *err)
+{
+    return d->ops->link->record(d, err);
+}
+
+int hx_dev_record_end(hx_dev *d, hx_dev_graph **out, hx_err *err)
+{
+    return d->ops->link->record_end(d, out, err);
+}
+
+int hx_dev_replay(hx_dev *d, hx_dev_graph *g, hx_err *err)
+{
+    return d->ops->link->replay(d, g, err);
+}
+
+void hx_dev_graph_free(hx_dev *d, hx_dev_graph *g)
+{
+    if (g != NULL)
+        d->ops->link->graph_free(g);
 }

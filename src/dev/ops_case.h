@@ -77,6 +77,7 @@ typedef struct {
     double exl3;    /* when a case has EXL3 matrices (0: as nmse) */
     bool same_bits; /* on every instruction set of a backend */
     bool canonical; /* and on every backend but ref */
+    bool whole;     /* rows of a call are decided together, not each by itself */
     const char *why;
 } bound;
 
@@ -597,6 +598,23 @@ static void fill_moe(trial *t, hx_moe_args *a)
                            : (int32_t)((i / a->active * 2 + i % a->active) % a->n_expert);
 }
 
+/* A third of the experts is here; ids differ in a row and repeat over the rows. */
+static void fill_plan(trial *t, hx_plan_args *a)
+{
+    int32_t *id = row_buf(t, &a->id, "id", IN, T_I32, a->rows, a->active);
+    int32_t *resident =
+        add(t, "resident", IN, T_I32, a->n_expert, 0, &a->resident.p, &a->resident.n);
+
+    for (int64_t i = 0; i < a->rows * a->active; i++)
+        id[i] = (int32_t)((i / a->active * 3 + i % a->active) % a->n_expert);
+    for (int64_t e = 0; e < a->n_expert; e++)
+        resident[e] = e % 3 == 1 ? (int32_t)e : -1;
+    row_buf(t, &a->x, "x", IN, T_F32, a->rows, a->dim);
+    row_buf(t, &a->here, "here", OUT, T_I32, a->rows, a->active);
+    row_buf(t, &a->there, "there", OUT, T_I32, a->rows, a->active);
+    row_buf(t, &a->log, "log", OUT, T_I32, a->rows, a->active);
+}
+
 static void fill_combine(trial *t, hx_combine_args *a)
 {
     row_buf(t, &a->base, "base", IN, T_F32, a->rows, a->dim);
@@ -1104,6 +1122,34 @@ OP_CASES(moe, .nmse = 1e-12, .exl3 = 4e-7, .same_bits = true, .canonical = true,
 };
 VECTORS(moe) {
     { .rows = 3, .active = 2, .n_expert = 3, .expert = EXPERT(BF16, 4, 3), .limit = 2.5f }
+};
+
+OP_CASES(plan, .nmse = 0, .same_bits = true, .canonical = true, .whole = true,
+         .why = "a decision over counts") {
+    { .rows = 1, .active = 1, .n_expert = 1, .dim = 1 },
+    { .rows = 2,
+      .active = 8,
+      .n_expert = 20,
+      .dim = 33,
+      .rates = { 2, 190, 240, 60, 20 } },
+    { .rows = 1,
+      .active = 8,
+      .n_expert = 288,
+      .dim = 64,
+      .rates = { 2, 190, 240, 60, 20 } },
+    { .rows = 8,
+      .active = 8,
+      .n_expert = 288,
+      .dim = 8,
+      .rates = { 2, 190, 240, 60, 20 } },
+    { .rows = 16, .active = 8, .n_expert = 24, .dim = 8, .rates = { 0, 100, 1, 5, 0 } },
+    { .rows = 16, .active = 8, .n_expert = 24, .dim = 8, .rates = { 9, 1, 100, 5, 0 } },
+};
+VECTORS(plan) {
+    { .rows = 1, .active = 4, .n_expert = 9, .dim = 2, .rates = { 2, 190, 240, 60, 20 } },
+    { .rows = 5, .active = 4, .n_expert = 9, .dim = 2, .rates = { 2, 190, 240, 60, 20 } },
+    { .rows = 5, .active = 4, .n_expert = 9, .dim = 2, .rates = { 2, 190, 0, 60, 20 } },
+    { .rows = 6, .active = 3, .n_expert = 30, .dim = 2, .rates = { 8, 10, 4, 2, 1 } },
 };
 
 OP_CASES(combine, .nmse = 1e-13, .same_bits = true, .canonical = true,

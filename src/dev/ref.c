@@ -10,6 +10,7 @@
 #include "dev/fmt_exl3.h"
 #include "dev/fmt_fp8.h"
 #include "dev/fmt_plain.h"
+#include "dev/lane.h"
 #include "dev/ref.h"
 
 enum {
@@ -383,7 +384,9 @@ static int ref_moe(hx_dev *dev, const hx_moe_args *a, hx_err *err)
                 to[n++] = i;
             }
             if (n > 0 && (n == ROWS || i + 1 == n_pick)) {
-                if ((rc = expert_rows(dev, a, &a->expert[e], from, to, n, err)) != 0)
+                const hx_expert x = hx_moe_expert(a, e);
+
+                if ((rc = expert_rows(dev, a, &x, from, to, n, err)) != 0)
                     return rc;
                 n = 0;
             }
@@ -426,12 +429,19 @@ static int ref_router(hx_dev *dev, const hx_router_args *a, hx_err *err)
     return 0;
 }
 
+static int ref_plan(hx_dev *dev, const hx_plan_args *a, hx_err *err)
+{
+    return hx_lane_plan(dev, a, err);
+}
+
 static int ref_combine(hx_dev *dev, const hx_combine_args *a, hx_err *err)
 {
     const float *part = a->part.p, *base = a->base.p, *weight = a->weight.p;
     float *y = a->y.p;
 
     (void)dev, (void)err;
+    if (a->there.p != NULL)
+        hx_lane_take(a);
     for (int64_t r = 0; r < a->rows; r++)
         for (int64_t i = 0; i < a->dim; i++) {
             double sum = base[r * a->dim + i];
