@@ -303,9 +303,11 @@ int hx_cuda_open(hx_dev *d, const hx_dev_opt *opt, hx_err *err)
     const cudaError_t made = cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking);
     if (made != cudaSuccess)
         return hx_cuda_fail(err, opt->name, made);
-    if ((rc = memory_open(c, &opt->limits, err)) != 0 ||
+    if ((rc = hx_cuda_link_open(c, err)) != 0 ||
+        (rc = memory_open(c, &opt->limits, err)) != 0 ||
         (rc = hx_cuda_tables_open(c, &opt->limits, err)) != 0)
         return rc;
+    d->used_bytes += c->scratch_bytes + HX_CUDA_STAGES * c->stage_bytes;
     d->isa = "cuda";
     snprintf(d->text, sizeof(d->text), "cuda:%d (%.40s)", c->device, prop.name);
     return hx_cuda_sync(d, err);
@@ -319,6 +321,7 @@ void hx_cuda_close(hx_dev *d)
         return;
     if (c->stream != NULL)
         cudaStreamSynchronize(c->stream);
+    hx_cuda_link_close(c);
     hx_cuda_tables_close(c);
     for (int i = 0; i < HX_CUDA_STAGES; i++) {
         hx_cuda_stage *s = &c->stage[i];
@@ -342,6 +345,7 @@ void hx_cuda_close(hx_dev *d)
 
 /* In the order of HX_OPS, which is that of hx_dev_ops. */
 const hx_dev_ops hx_cuda_ops = { "cuda",        dev_alloc, dev_free, dev_put, dev_get,
+                                 &hx_cuda_link,
 #define X(op, name) name,
                                  HX_CUDA_OPS(X)
 #undef X

@@ -75,13 +75,8 @@ cudaError_t hx_cuda_jobs(const hx_cuda_job *jobs, const hx_cuda_shape *s,
 
 /* ---- experts ------------------------------------------------------------ */
 
-typedef struct {
-    const void *trellis, *suh, *svh;
-} hx_cuda_mat;
-
-typedef struct {
-    hx_cuda_mat gate, up, down;
-} hx_cuda_expert;
+typedef hx_lease_mat hx_cuda_mat;
+typedef hx_lease hx_cuda_expert;
 
 /* hx_op_moe's arguments on the device; experts of one shape, rate by projection. */
 typedef struct {

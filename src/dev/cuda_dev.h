@@ -7,6 +7,7 @@
  * cuda_sample.cu  sampling
  * cuda_kda.cu     short convolution and gated delta rule
  * cuda_attn.cu    what needs pages: latents, index, attention
+ * cuda_lane.cu    plan, and what runs beside the stream: pins, pushes, graphs
  * cuda_matmul.cu  products with EXL3 matrices, cuda_moe.cu: experts of them (cuda.h)
  *
  * Everything runs on the device's one stream. A launcher never allocates, waits or reads
@@ -24,6 +25,7 @@ extern "C" {
 #endif
 
 extern const hx_dev_ops hx_cuda_ops;
+extern const hx_dev_link hx_cuda_link; /* cuda_lane.cu */
 /* Fills d->own, d->isa and d->text. opt->name: "cuda" or "cuda:N". */
 int hx_cuda_open(hx_dev *d, const hx_dev_opt *opt, hx_err *err);
 void hx_cuda_close(hx_dev *d);
@@ -54,8 +56,8 @@ int hx_cuda_count(void);
     X(topk, hx_cuda_topk)                                                                \
     X(mla_attend, hx_cuda_mla_attend)                                                    \
     X(router, hx_cuda_router)                                                            \
-    X(moe, hx_cuda_moe_op)                                                               \
     X(plan, hx_cuda_plan)                                                                \
+    X(moe, hx_cuda_moe_op)                                                               \
     X(combine, hx_cuda_combine)                                                          \
     X(sample, hx_cuda_sample)
 #define X(op, name) int name(hx_dev *d, const hx_##op##_args *a, hx_err *err);
@@ -84,6 +86,7 @@ size_t hx_cuda_attn_scratch_bytes(const hx_dev_limits *l, int n_sm);
 enum {
     HX_CUDA_STAGES = 4, /* calls that may have host data on its way at a time */
     HX_CUDA_SPANS = 64, /* spans that fit into the arguments of a kernel */
+    HX_CUDA_MARKS = 64, /* pushes whose end can be asked for at a time */
 };
 
 /* Host data of a call (sampling parameters, expert tables): pinned memory, and a device
@@ -95,9 +98,11 @@ typedef struct {
 
 /* State of one device. */
 typedef struct {
-    int device, n_sm, cc; /* cc: 10 * major + minor */
-    size_t shared_bytes;  /* that one block can have */
-    cudaStream_t stream;
+    int device, n_sm, cc;        /* cc: 10 * major + minor */
+    size_t shared_bytes;         /* that one block can have */
+    cudaStream_t stream, copies; /* operations, pushes */
+    cudaEvent_t mark[HX_CUDA_MARKS], hold;
+    uint64_t n_mark;
     char *scratch; /* device memory, 256-byte aligned */
     size_t scratch_bytes;
     int *ticket; /* device memory, [n_ticket], zero between launches */
@@ -116,6 +121,10 @@ static inline hx_cuda *hx_cuda_of(const hx_dev *d)
 /* cuda_product.cu, at open and close. */
 int hx_cuda_tables_open(hx_cuda *c, const hx_dev_limits *l, hx_err *err);
 void hx_cuda_tables_close(hx_cuda *c);
+
+/* cuda_lane.cu, at open and close. */
+int hx_cuda_link_open(hx_cuda *c, hx_err *err);
+void hx_cuda_link_close(hx_cuda *c);
 
 /* cuda.cu: device memory; the sentence names what it is for, and both numbers. */
 int hx_cuda_alloc_for(void **out, size_t bytes, const char *what, hx_err *err);

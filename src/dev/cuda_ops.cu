@@ -6,6 +6,7 @@
  * All of them move memory: a thread takes four neighbours, as one 16-byte access where
  * the address allows it. The order of a sum never depends on the address. */
 #include "dev/cuda_dev.h"
+#include "dev/cuda_lane.h"
 #include "dev/cuda_plain.h"
 
 enum {
@@ -691,33 +692,51 @@ __global__ void router_pick(const pick_args a)
 struct combine_args {
     float *y;
     const float *base, *part, *weight;
+    const int32_t *there; /* NULL: no lane */
     int64_t active, dim;
     bool wide;
+    hx_cuda_lane lane;
 };
 
 __global__ void combine_rows(const combine_args a);
 
 extern "C" int hx_cuda_combine(hx_dev *d, const hx_combine_args *a, hx_err *err)
 {
-    const combine_args k = { (float *)a->y.p,
-                             (const float *)a->base.p,
-                             (const float *)a->part.p,
-                             (const float *)a->weight.p,
-                             a->active,
-                             a->dim,
-                             aligned16(a->y.p) && aligned16(a->base.p) &&
-                                 aligned16(a->part.p) && a->dim % VEC == 0 };
+    combine_args k = { (float *)a->y.p,
+                       (const float *)a->base.p,
+                       (const float *)a->part.p,
+                       (const float *)a->weight.p,
+                       (const int32_t *)a->there.p,
+                       a->active,
+                       a->dim,
+                       aligned16(a->y.p) && aligned16(a->base.p) &&
+                           aligned16(a->part.p) && a->dim % VEC == 0,
+                       {} };
+
+    if (k.there != NULL)
+        k.lane = hx_cuda_lane_of(a->lane);
 
     HX_LAUNCH(hx_cuda_of(d), "combine", err, combine_rows, stream_grid(a->dim, a->rows),
               THREADS, 0, k);
     return 0;
 }
 
-/* 1024 columns of a row. Grid (R, D / 1024). Moves 4 R (A + 2) D bytes. */
+/* From host memory that was written a moment ago: no cache may answer. */
+HX_DEVICE void load4_fresh(float v[4], const float *row, int64_t at, int64_t n)
+{
+    for (int q = 0; q < VEC; q++)
+        v[q] = at + q < n ? __ldcv(row + at + q) : 0.0f;
+}
+
+/* 1024 columns of a row. Grid (R, D / 1024). Moves 4 R (A + 2) D bytes; those of the
+ * lane's picks come from host memory. */
 __global__ void combine_rows(const combine_args a)
 {
     const int64_t r = blockIdx.x, i = ((int64_t)blockIdx.y * THREADS + threadIdx.x) * VEC;
     float sum[4], v[4];
+
+    if (a.there != NULL)
+        hx_cuda_lane_wait(a.lane);
 
     if (i >= a.dim)
         return;
@@ -726,7 +745,10 @@ __global__ void combine_rows(const combine_args a)
     for (int64_t p = r * a.active; p < (r + 1) * a.active; p++) {
         const float w = a.weight[p];
 
-        load4(v, a.part + p * a.dim, i, a.dim, a.wide);
+        if (a.there != NULL && a.there[p] >= 0)
+            load4_fresh(v, a.lane.y + p * a.dim, i, a.dim);
+        else
+            load4(v, a.part + p * a.dim, i, a.dim, a.wide);
         for (int q = 0; q < 4; q++)
             sum[q] = fmaf(w, v[q], sum[q]);
     }

@@ -779,7 +779,10 @@ extern "C" int hx_cuda_moe_op(hx_dev *d, const hx_moe_args *a, hx_err *err)
     int64_t most = a->rows;
     int rc;
 
-    if ((rc = check_alike(a, err)) != 0 || (rc = expert_table(c, a, &expert, err)) != 0)
+    if (a->at.p != NULL)
+        expert = (const hx_cuda_expert *)a->at.p;
+    else if ((rc = check_alike(a, err)) != 0 ||
+             (rc = expert_table(c, a, &expert, err)) != 0)
         return rc;
     while (most > 0 && !experts_fit(c, a, most))
         most /= 2;

@@ -12,13 +12,17 @@ extern "C" {
 
 enum { HX_PLAN_MAX_EXPERT = 4096, HX_PLAN_MAX_PICK = 1024 }; /* of one call */
 
-/* The mailbox; a job is there when posted differs from done. Each word has one writer. */
+/* The mailbox; a job is there when posted differs from done. Each word has one writer;
+ * words of different writers lie in lines of their own. */
 typedef struct {
-    _Alignas(64) uint32_t posted; /* device: jobs so far; written last */
-    int32_t layer, rows, active;  /* of the job */
-    _Alignas(64) uint32_t done;   /* lane: jobs answered */
-    uint32_t failed;              /* lane: 1 once a job could not be done */
-    _Alignas(64) uint32_t late;   /* device: jobs it did not wait for any longer */
+    uint32_t posted;             /* device: jobs so far; written last */
+    int32_t layer, rows, active; /* of the job */
+    int32_t unused_a[12];
+    uint32_t done;   /* lane: jobs answered */
+    uint32_t failed; /* lane: jobs that could not be done */
+    int32_t unused_b[14];
+    uint32_t late; /* device: jobs it did not wait for any longer */
+    int32_t unused_c[15];
 } hx_lane_box;
 
 struct hx_lane {

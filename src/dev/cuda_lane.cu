@@ -1,0 +1,333 @@
+/* cuda_lane.cu - the GPU's side of the CPU lane: hx_op_plan, and the waiting of
+ * hx_op_combine; and what the GPU does beside its one stream: pinned memory, pushes on a
+ * copy stream, recorded graphs. Called through the tables in cuda.cu. */
+#include "dev/cuda_dev.h"
+#include "dev/cuda_lane.h"
+#include "dev/plan.h"
+
+enum { THREADS = 512 };
+
+/* ---- plan ----------------------------------------------------------------- */
+
+struct plan_args {
+    const int32_t *id, *resident;
+    int32_t *here, *there, *log;
+    const float *x;
+    int rows, active, n_expert, layer;
+    int64_t dim;
+    hx_rates rates;
+    bool lane;
+    hx_cuda_lane to;
+};
+
+/* One thread block: everything. Shared: counts and sides of all experts, the missing
+ * ones. When a job is posted the rows' inputs go to host memory, 4 R D bytes, the job's
+ * number last. */
+__global__ void __launch_bounds__(THREADS) plan_picks(const __grid_constant__ plan_args a)
+{
+    __shared__ int32_t count[HX_PLAN_MAX_EXPERT];
+    __shared__ uint8_t side[HX_PLAN_MAX_EXPERT];
+    __shared__ int32_t missing[HX_PLAN_MAX_PICK], rows[HX_PLAN_MAX_PICK];
+    __shared__ int n_missing, n_here, take;
+    const int picks = a.rows * a.active;
+
+    if (threadIdx.x == 0)
+        n_missing = n_here = 0;
+    for (int e = threadIdx.x; e < a.n_expert; e += THREADS)
+        count[e] = 0;
+    __syncthreads();
+    for (int p = threadIdx.x; p < picks; p += THREADS)
+        atomicAdd(&count[a.id[p]], 1);
+    __syncthreads();
+    for (int e = threadIdx.x; e < a.n_expert; e += THREADS) {
+        const bool here = a.resident[e] >= 0;
+
+        side[e] = here ? HX_SIDE_HERE : HX_SIDE_LINK;
+        if (count[e] > 0 && here)
+            atomicAdd(&n_here, 1);
+        if (count[e] > 0 && !here)
+            missing[atomicAdd(&n_missing, 1)] = e;
+    }
+    __syncthreads();
+    int rank[HX_PLAN_MAX_PICK / THREADS];
+    for (int i = 0, m = threadIdx.x; m < n_missing; m += THREADS, i++) {
+        rank[i] = 0;
+        for (int o = 0; o < n_missing; o++)
+            rank[i] += hx_plan_before(count[missing[o]], missing[o], count[missing[m]],
+                                      missing[m]);
+        rows[rank[i]] = count[missing[m]];
+    }
+    __syncthreads();
+    if (threadIdx.x == 0)
+        take = hx_plan_lane(&a.rates, rows, n_missing, n_here);
+    __syncthreads();
+    for (int i = 0, m = threadIdx.x; m < n_missing; m += THREADS, i++)
+        if (rank[i] < take)
+            side[missing[m]] = HX_SIDE_LANE;
+    __syncthreads();
+    for (int p = threadIdx.x; p < picks; p += THREADS) {
+        const int32_t id = a.id[p];
+        const bool lane = side[id] == HX_SIDE_LANE;
+
+        a.here[p] = lane ? -1 : id;
+        a.there[p] = lane ? id : -1;
+        a.log[p] = id | (int32_t)side[id] << 24;
+        if (a.lane && take > 0)
+            a.to.id[p] = lane ? id : -1;
+    }
+    if (!a.lane)
+        return;
+    if (threadIdx.x == 0)
+        a.to.sent[1] = take > 0;
+    if (take == 0)
+        return;
+    for (int64_t i = threadIdx.x; i < a.rows * a.dim; i += THREADS)
+        a.to.x[i] = a.x[i];
+    if (threadIdx.x == 0) {
+        a.to.box->layer = a.layer;
+        a.to.box->rows = a.rows;
+        a.to.box->active = a.active;
+    }
+    __threadfence_system();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const uint32_t job = ++a.to.sent[0];
+
+        asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(&a.to.box->posted),
+                     "r"(job)
+                     : "memory");
+    }
+}
+
+extern "C" int hx_cuda_plan(hx_dev *d, const hx_plan_args *a, hx_err *err)
+{
+    hx_cuda *c = hx_cuda_of(d);
+    plan_args k = {};
+
+    if (a->rows == 0)
+        return 0;
+    k.id = (const int32_t *)a->id.p;
+    k.resident = (const int32_t *)a->resident.p;
+    k.here = (int32_t *)a->here.p;
+    k.there = (int32_t *)a->there.p;
+    k.log = (int32_t *)a->log.p;
+    k.x = (const float *)a->x.p;
+    k.rows = (int)a->rows;
+    k.active = (int)a->active;
+    k.n_expert = (int)a->n_expert;
+    k.layer = a->layer;
+    k.dim = a->dim;
+    k.rates = a->rates;
+    k.lane = a->lane != NULL;
+    if (k.lane)
+        k.to = hx_cuda_lane_of(a->lane);
+    HX_LAUNCH(c, "plan", err, plan_picks, dim3(1), THREADS, 0, k);
+    return 0;
+}
+
+/* ---- memory that host and device share -------------------------------------- */
+
+static hx_cuda *current(hx_dev *d)
+{
+    cudaSetDevice(hx_cuda_of(d)->device);
+    return hx_cuda_of(d);
+}
+
+static int link_memory(hx_dev *d, uint64_t *free_bytes, uint64_t *total, hx_err *err)
+{
+    size_t f = 0, t = 0;
+
+    current(d);
+    const cudaError_t rc = cudaMemGetInfo(&f, &t);
+    *free_bytes = f;
+    *total = t;
+    return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "memory", rc);
+}
+
+static int link_pin(hx_dev *d, void *p, size_t bytes, hx_err *err)
+{
+    void *seen = NULL;
+
+    current(d);
+    cudaError_t rc =
+        cudaHostRegister(p, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
+    if (rc == cudaErrorMemoryAllocation || rc == cudaErrorOperatingSystem) {
+        cudaGetLastError();
+        return hx_fail(err, HX_ENOMEM,
+                       "device cuda: the system refuses to lock %zu bytes of host "
+                       "memory (%s); raise the limit on locked memory (ulimit -l "
+                       "unlimited; under WSL at most half of the memory can be locked)",
+                       bytes, cudaGetErrorString(rc));
+    }
+    if (rc == cudaSuccess)
+        rc = cudaHostGetDevicePointer(&seen, p, 0);
+    if (rc != cudaSuccess)
+        return hx_cuda_fail(err, "pin", rc);
+    if (seen == p)
+        return 0;
+    cudaHostUnregister(p);
+    return hx_fail(err, HX_EUNSUP,
+                   "device cuda: host memory lies at other addresses for the GPU on this "
+                   "system; use the device cpu");
+}
+
+static void link_unpin(hx_dev *d, void *p)
+{
+    current(d);
+    cudaHostUnregister(p);
+}
+
+static int link_shared(hx_dev *d, hx_buf *out, size_t bytes, hx_err *err)
+{
+    void *p = NULL;
+
+    current(d);
+    *out = hx_buf { NULL, 0 };
+    if (cudaHostAlloc(&p, bytes, cudaHostAllocPortable | cudaHostAllocMapped) !=
+        cudaSuccess) {
+        cudaGetLastError();
+        return hx_fail(err, HX_ENOMEM,
+                       "device cuda: no pinned host memory: %zu bytes asked for; raise "
+                       "the limit on locked memory",
+                       bytes);
+    }
+    memset(p, 0, bytes);
+    *out = hx_buf { p, bytes };
+    return 0;
+}
+
+static void link_unshared(hx_dev *d, hx_buf *b)
+{
+    current(d);
+    if (b->p != NULL)
+        cudaFreeHost(b->p);
+    *b = hx_buf { NULL, 0 };
+}
+
+/* ---- pushes ------------------------------------------------------------------ */
+
+static int link_push(hx_dev *d, hx_buf to, const void *from, size_t bytes, hx_err *err)
+{
+    const cudaError_t rc =
+        cudaMemcpyAsync(to.p, from, bytes, cudaMemcpyHostToDevice, current(d)->copies);
+
+    return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "push", rc);
+}
+
+static cudaEvent_t event_of(const hx_cuda *c, uint64_t ticket)
+{
+    return c->mark[ticket % HX_CUDA_MARKS];
+}
+
+static int link_push_mark(hx_dev *d, uint64_t *ticket, hx_err *err)
+{
+    hx_cuda *c = current(d);
+
+    *ticket = ++c->n_mark;
+    const cudaError_t rc = cudaEventRecord(event_of(c, *ticket), c->copies);
+    return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "push", rc);
+}
+
+/* An older mark's event may stand for a later one by now: that only makes it late. */
+static bool link_pushed(hx_dev *d, uint64_t ticket)
+{
+    return cudaEventQuery(event_of(current(d), ticket)) == cudaSuccess;
+}
+
+static int link_await_push(hx_dev *d, uint64_t ticket, hx_err *err)
+{
+    hx_cuda *c = current(d);
+    const cudaError_t rc = cudaStreamWaitEvent(c->stream, event_of(c, ticket), 0);
+
+    return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "push", rc);
+}
+
+static int link_hold_push(hx_dev *d, hx_err *err)
+{
+    hx_cuda *c = current(d);
+    cudaError_t rc = cudaEventRecord(c->hold, c->stream);
+
+    if (rc == cudaSuccess)
+        rc = cudaStreamWaitEvent(c->copies, c->hold, 0);
+    return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "push", rc);
+}
+
+/* ---- graphs -------------------------------------------------------------------- */
+
+struct hx_dev_graph {
+    cudaGraphExec_t exec;
+};
+
+static int link_record(hx_dev *d, hx_err *err)
+{
+    const cudaError_t rc =
+        cudaStreamBeginCapture(current(d)->stream, cudaStreamCaptureModeThreadLocal);
+
+    return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "record", rc);
+}
+
+static int link_record_end(hx_dev *d, hx_dev_graph **out, hx_err *err)
+{
+    cudaGraph_t graph = NULL;
+    hx_dev_graph *g = hx_new(hx_dev_graph, 1);
+    cudaError_t rc = cudaStreamEndCapture(current(d)->stream, &graph);
+
+    *out = NULL;
+    if (rc == cudaSuccess && g != NULL)
+        rc = cudaGraphInstantiate(&g->exec, graph, 0);
+    if (graph != NULL)
+        cudaGraphDestroy(graph);
+    if (g == NULL)
+        return hx_fail(err, HX_ENOMEM, "record: no memory");
+    if (rc != cudaSuccess) {
+        hx_free(g);
+        return hx_cuda_fail(err, "record", rc);
+    }
+    *out = g;
+    return 0;
+}
+
+static int link_replay(hx_dev *d, hx_dev_graph *g, hx_err *err)
+{
+    const cudaError_t rc = cudaGraphLaunch(g->exec, current(d)->stream);
+
+    return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "replay", rc);
+}
+
+static void link_graph_free(hx_dev_graph *g)
+{
+    cudaGraphExecDestroy(g->exec);
+    hx_free(g);
+}
+
+/* ---- open and close ---------------------------------------------------------------- */
+
+int hx_cuda_link_open(hx_cuda *c, hx_err *err)
+{
+    cudaError_t rc = cudaStreamCreateWithFlags(&c->copies, cudaStreamNonBlocking);
+
+    for (int i = 0; i < HX_CUDA_MARKS && rc == cudaSuccess; i++)
+        rc = cudaEventCreateWithFlags(&c->mark[i], cudaEventDisableTiming);
+    if (rc == cudaSuccess)
+        rc = cudaEventCreateWithFlags(&c->hold, cudaEventDisableTiming);
+    return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "open", rc);
+}
+
+void hx_cuda_link_close(hx_cuda *c)
+{
+    if (c->copies != NULL) {
+        cudaStreamSynchronize(c->copies);
+        cudaStreamDestroy(c->copies);
+    }
+    for (int i = 0; i < HX_CUDA_MARKS; i++)
+        if (c->mark[i] != NULL)
+            cudaEventDestroy(c->mark[i]);
+    if (c->hold != NULL)
+        cudaEventDestroy(c->hold);
+}
+
+const hx_dev_link hx_cuda_link = { link_memory,    link_pin,       link_unpin,
+                                   link_shared,    link_unshared,  link_push,
+                                   link_push_mark, link_pushed,    link_await_push,
+                                   link_hold_push, link_record,    link_record_end,
+                                   link_replay,    link_graph_free };
