@@ -54,6 +54,10 @@ void hx_lane_rest(hx_lane *l);
 /* HX_EDEVICE when a job came too late or failed since the last call, else 0. */
 int hx_lane_late(hx_lane *l, hx_err *err);
 int hx_lane_threads(const hx_lane *l);
+/* Microseconds that n experts of a layer take, all rows with each of them, rows <=
+ * max_rows, rows * n <= max_pick. On the caller's thread, while no job is out. */
+int hx_lane_time(hx_lane *l, int32_t layer, const int32_t *id, int64_t n, int64_t rows,
+                 double *us, hx_err *err);
 
 /* plan and the waiting of combine where the device is the host: ref.c, cpu.c. */
 int hx_lane_plan(hx_dev *d, const hx_plan_args *a, hx_err *err);

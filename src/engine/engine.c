@@ -193,6 +193,81 @@ static int plan_cache(hx_engine *e, const hx_options *opt, int32_t *n_page, hx_e
     return 0;
 }
 
+static int store_mode(const char *name, hx_store_mode *out, hx_err *err)
+{
+    *out = HX_MODE_AUTO;
+    if (name == NULL || strcmp(name, "auto") == 0)
+        return 0;
+    *out = HX_MODE_GPU_ONLY;
+    return strcmp(name, "gpu-only") == 0
+               ? 0
+               : hx_fail(err, HX_EARG, "mode %.40s: unknown; there are auto and gpu-only",
+                         name);
+}
+
+/* Device memory that is left for routed experts: of what the caller gives, or of what is
+ * free now but for a margin that other programs and the driver may take. */
+static int memory_left(hx_engine *e, const hx_options *opt, uint64_t *left, hx_err *err)
+{
+    const uint64_t used = e->dev->used_bytes;
+    uint64_t free_bytes, total;
+    int rc;
+
+    if ((rc = hx_dev_memory(e->dev, &free_bytes, &total, err)) != 0)
+        return rc;
+    const uint64_t safe = free_bytes > total / 32 ? free_bytes - total / 32 : 0;
+    if (opt->vram_bytes == 0) {
+        *left = safe;
+        return 0;
+    }
+    if (opt->vram_bytes < used)
+        return hx_fail(
+            err, HX_ENOMEM,
+            "GPU memory: %.1f GiB are to be used, but weights, sequence memory "
+            "and workspace take %.1f GiB before any expert; raise --vram, or "
+            "lower --ctx or --streams",
+            (double)opt->vram_bytes / (1 << 30), (double)used / (1 << 30));
+    *left = opt->vram_bytes - used;
+    if (*left > safe)
+        return hx_fail(
+            err, HX_ENOMEM,
+            "GPU memory: %.1f GiB are to be used, %.1f are taken and %.1f more "
+            "are free; lower --vram or end what else uses the GPU",
+            (double)opt->vram_bytes / (1 << 30), (double)used / (1 << 30),
+            (double)safe / (1 << 30));
+    return 0;
+}
+
+/* Routed experts: all on the device where they fit, else in the store. A host device has
+ * them where they are, or, told so by vram_bytes, plays the store with an arena that stands
+ * for device memory. */
+static int open_experts(hx_engine *e, const hx_options *opt, hx_err *err)
+{
+    hx_store_opt store = { .slot_bytes = opt->vram_bytes,
+                           .ram_bytes =
+                               opt->ram_bytes != 0 ? opt->ram_bytes : hx_sys_mem_bytes(),
+                           .max_rows = e->info.max_streams,
+                           .isa = hx_dev_is_host(e->dev) ? opt->cpu_isa : NULL,
+                           .cpus = opt->cpus,
+                           .n_threads = opt->n_threads };
+    uint64_t need;
+    int rc;
+
+    if ((rc = store_mode(opt->mode, &store.mode, err)) != 0 ||
+        (rc = hx_model_place_bytes(e->model, HX_PLACE_ROUTED, &need, err)) != 0 ||
+        need == 0)
+        return rc;
+    if (hx_dev_is_host(e->dev))
+        return opt->vram_bytes == 0
+                   ? 0
+                   : hx_store_open(&e->model->store, e->model, e->dev, &store, err);
+    if ((rc = memory_left(e, opt, &store.slot_bytes, err)) != 0)
+        return rc;
+    if (need <= store.slot_bytes)
+        return hx_model_place(e->model, e->dev, HX_PLACE_ROUTED, err);
+    return hx_store_open(&e->model->store, e->model, e->dev, &store, err);
+}
+
 static int open_device(hx_engine *e, const hx_options *opt, hx_err *err)
 {
     const hx_desc *d = &e->model->desc;
@@ -210,7 +285,7 @@ static int open_device(hx_engine *e, const hx_options *opt, hx_err *err)
                              .n_threads = opt->n_threads,
                              .limits = hx_model_limits(d, rows, e->info.ctx_tokens) };
     if ((rc = hx_dev_open(&e->dev, &dev, err)) != 0 ||
-        (rc = hx_model_place(e->model, e->dev, err)) != 0 ||
+        (rc = hx_model_place(e->model, e->dev, HX_PLACE_DENSE, err)) != 0 ||
         (rc = hx_cache_open(&e->cache, d, e->dev, e->info.max_streams, e->info.ctx_tokens,
                             n_page, fmt, err)) != 0 ||
         (rc = hx_graph_open(&e->decode, e->model, e->dev, e->cache, n, n,
@@ -227,8 +302,10 @@ static int open_device(hx_engine *e, const hx_options *opt, hx_err *err)
     e->info.work_bytes =
         hx_graph_bytes(e->decode) + hx_graph_bytes(e->prefill) + e->dev->scratch_bytes;
     e->info.device = e->dev->text;
-    return hx_dev_alloc(e->dev, &e->out_scratch,
-                        (size_t)n * 2 * (size_t)d->n_vocab * sizeof(float), err);
+    if ((rc = hx_dev_alloc(e->dev, &e->out_scratch,
+                           (size_t)n * 2 * (size_t)d->n_vocab * sizeof(float), err)) != 0)
+        return rc;
+    return open_experts(e, opt, err);
 }
 
 static void describe(hx_engine *e, const char *dir)

@@ -245,9 +245,23 @@ static int take_choice(hx_engine *e, int32_t r, const hx_stream *s, hx_out_token
                             (size_t)s->req.n_top * sizeof *t->top, err);
 }
 
+/* Waits for a decode step; false when a lane missed its deadline, so that nothing of the
+ * step may be used. */
+static bool step_is_good(hx_engine *e, int32_t n, hx_err *err)
+{
+    int32_t id;
+
+    if (e->model->store == NULL)
+        return true;
+    const int rc = hx_dev_get(e->dev, &id, e->out_id, sizeof id, err);
+    return hx_store_end(e->model->store, n, rc == 0 ? err : &(hx_err) { 0 }) == 0 &&
+           rc == 0;
+}
+
 /* Chooses the next token of n streams whose logits are rows 0..n-1. A row that cannot be
  * sampled (NaN, everything banned) ends its own stream only. */
-static void choose(hx_engine *e, hx_buf logits, hx_stream **stream, int32_t n)
+static void choose(hx_engine *e, hx_buf logits, hx_stream **stream, int32_t n,
+                   bool decode)
 {
     hx_out_token t;
     hx_err err = { 0 };
@@ -257,6 +271,11 @@ static void choose(hx_engine *e, hx_buf logits, hx_stream **stream, int32_t n)
     for (int32_t r = 0; r < n; r++)
         each |= hx_sample_row_of(stream[r], &e->row[r], &err) != 0;
     each = each || sample_rows(e, logits, 0, n, &err) != 0;
+    if (decode && !step_is_good(e, n, &err)) {
+        for (int32_t r = 0; r < n; r++)
+            end_stream(stream[r], HX_STOP_NONE, -1, &err);
+        return;
+    }
     for (int32_t r = 0; r < n; r++) {
         if ((each && sample_rows(e, logits, r, 1, &err) != 0) ||
             take_choice(e, r, stream[r], &t, &err) != 0)
@@ -287,10 +306,8 @@ static bool can_decode(hx_stream *s)
 /* One token of every stream that has one to feed. Returns how many there were. */
 static int32_t decode_step(hx_engine *e)
 {
-    const int64_t n_layer = e->model->desc.n_layer;
     hx_err err = { 0 };
     int32_t n = 0;
-    int rc;
 
     for (int32_t i = 0; i < e->n_run; i++) {
         hx_stream *s = e->run[i];
@@ -318,9 +335,11 @@ static int32_t decode_step(hx_engine *e)
                              .id = e->id,
                              .rows = { .span = e->span, .n_span = n, .n_row = n } };
 
-    if ((rc = hx_graph_begin(e->decode, &batch, &err)) != 0 ||
-        (rc = hx_graph_layers(e->decode, 0, n_layer, &err)) != 0 ||
-        (rc = hx_graph_out(e->decode, 0, n, &err)) != 0) {
+    if (e->model->store != NULL)
+        hx_store_begin(e->model->store);
+    if (hx_graph_step(e->decode, &batch, &err) != 0) {
+        if (e->model->store != NULL)
+            hx_store_end(e->model->store, 0, &(hx_err) { 0 });
         for (int32_t r = 0; r < n; r++)
             end_stream(e->row_of[r], HX_STOP_NONE, -1, &err);
         return n;
@@ -332,7 +351,7 @@ static int32_t decode_step(hx_engine *e)
         slot->n_pos = ++s->n_done;
         slot->pend = 1;
     }
-    choose(e, hx_graph_logits(e->decode), e->row_of, n);
+    choose(e, hx_graph_logits(e->decode), e->row_of, n, true);
     return n;
 }
 
@@ -480,7 +499,7 @@ static int chunk_end(hx_engine *e, hx_stream *s, hx_err *err)
     if ((rc = hx_graph_out(e->prefill, n - 1, 1, err)) != 0)
         return rc;
     s->state = HX_SEQ_DECODE;
-    choose(e, hx_graph_logits(e->prefill), &s, 1);
+    choose(e, hx_graph_logits(e->prefill), &s, 1, false);
     return 0;
 }
 

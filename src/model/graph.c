@@ -19,8 +19,10 @@ struct hx_graph {
     hx_buf hidden, logits; /* f32 [n_out, D], [n_out, N] */
     hx_layer_call call;
     uint64_t bytes;
-    const hx_batch *batch; /* since begin */
-    int64_t next;          /* layer that comes next */
+    const hx_batch *batch;           /* since begin */
+    int64_t next;                    /* layer that comes next */
+    hx_dev_graph *step[HX_SPAN_MAX]; /* recorded decode steps, by rows - 1 */
+    bool ran[HX_SPAN_MAX];           /* once as it is: what comes up at first is there */
 };
 
 /* Widths, in floats per row, of the workspace's scratch buffers. */
@@ -140,6 +142,8 @@ void hx_graph_close(hx_graph *g)
 
     for (size_t i = 0; i < HX_LEN(all); i++)
         hx_dev_free(g->dev, all[i]);
+    for (size_t i = 0; i < HX_LEN(g->step); i++)
+        hx_dev_graph_free(g->dev, g->step[i]);
     hx_free(g);
 }
 
@@ -164,7 +168,8 @@ hx_buf hx_graph_hidden(const hx_graph *g)
     return g->hidden;
 }
 
-int hx_graph_begin(hx_graph *g, const hx_batch *b, hx_err *err)
+/* Takes the batch in: ids and spans go to the device. */
+static int take_batch(hx_graph *g, const hx_batch *b, hx_err *err)
 {
     const hx_desc *d = &g->model->desc;
     const size_t n_id = (size_t)b->rows.n_row, n_span = (size_t)b->rows.n_span;
@@ -181,22 +186,34 @@ int hx_graph_begin(hx_graph *g, const hx_batch *b, hx_err *err)
     g->next = 0;
     c->dev = g->dev;
     c->d = d;
+    c->store = g->model->store;
     c->phase = b->phase;
     c->uniform = !hx_dev_is_host(g->dev) && b->phase == HX_PHASE_DECODE;
     c->rows = b->rows;
     c->rows.dev = g->span;
     c->x = g->x;
     c->y = g->y;
-    if ((rc = hx_dev_put(g->dev, g->id, b->id, n_id * sizeof *b->id, err)) != 0 ||
-        (rc = hx_dev_put(g->dev, g->span, b->rows.span, n_span * sizeof(hx_span), err)) !=
-            0)
+    if ((rc = hx_dev_put(g->dev, g->id, b->id, n_id * sizeof *b->id, err)) != 0)
         return rc;
+    return hx_dev_put(g->dev, g->span, b->rows.span, n_span * sizeof(hx_span), err);
+}
+
+static int embed_rows(hx_graph *g, hx_err *err)
+{
     const hx_embed_args embed = { .y = g->streams,
                                   .id = g->id,
                                   .table = &g->model->embed,
-                                  .rows = b->rows.n_row,
-                                  .streams = d->streams };
+                                  .rows = g->batch->rows.n_row,
+                                  .streams = g->model->desc.streams };
+
     return hx_op_embed(g->dev, &embed, err);
+}
+
+int hx_graph_begin(hx_graph *g, const hx_batch *b, hx_err *err)
+{
+    const int rc = take_batch(g, b, err);
+
+    return rc != 0 ? rc : embed_rows(g, err);
 }
 
 /* Collapses the streams to the sub-layer's normalised input x. */
@@ -329,4 +346,39 @@ int hx_graph_out(hx_graph *g, int64_t row0, int64_t n, hx_err *err)
         (rc = hx_op_rmsnorm(g->dev, &rms, err)) != 0)
         return rc;
     return hx_op_matmul(g->dev, &head, err);
+}
+
+static int whole_step(hx_graph *g, hx_err *err)
+{
+    int rc = embed_rows(g, err);
+
+    if (rc == 0)
+        rc = hx_graph_layers(g, 0, g->model->desc.n_layer, err);
+    return rc != 0 ? rc : hx_graph_out(g, 0, g->batch->rows.n_row, err);
+}
+
+int hx_graph_step(hx_graph *g, const hx_batch *b, hx_err *err)
+{
+    const int64_t at = b->rows.n_row - 1;
+    hx_err why = { 0 };
+    int rc = take_batch(g, b, err), ended;
+
+    hx_assert(b->phase == HX_PHASE_DECODE);
+    if (rc != 0)
+        return rc;
+    if (hx_dev_is_host(g->dev) || g->call.tap != NULL ||
+        b->rows.n_span != b->rows.n_row || !g->ran[at]) {
+        g->ran[at] = true;
+        return whole_step(g, err);
+    }
+    if (g->step[at] == NULL) {
+        if ((rc = hx_dev_record(g->dev, err)) != 0)
+            return rc;
+        rc = whole_step(g, err);
+        ended = hx_dev_record_end(g->dev, &g->step[at], rc == 0 ? err : &why);
+        if (rc != 0 || (rc = ended) != 0)
+            return rc;
+    }
+    g->next = g->model->desc.n_layer;
+    return hx_dev_replay(g->dev, g->step[at], err);
 }

@@ -387,22 +387,22 @@ int hx_layers_moe(const hx_layer_call *c, const hx_layer *w, hx_err *err)
                                    .rows = rows,
                                    .active = d->n_active,
                                    .factor = d->route_factor };
-    const hx_moe_args moe = { .y = c->part,
-                              .x = c->x,
-                              .id = c->route_id,
-                              .expert = w->expert,
-                              .n_expert = d->n_expert,
-                              .rows = rows,
-                              .active = d->n_active,
-                              .limit = d->swiglu_limit,
-                              .prefill = c->phase == HX_PHASE_PREFILL };
-    const hx_combine_args combine = { .y = c->y,
-                                      .base = c->y,
-                                      .part = c->part,
-                                      .weight = c->route_w,
-                                      .rows = rows,
-                                      .active = d->n_active,
-                                      .dim = d->width };
+    hx_moe_args moe = { .y = c->part,
+                        .x = c->x,
+                        .id = c->route_id,
+                        .expert = w->expert,
+                        .n_expert = d->n_expert,
+                        .rows = rows,
+                        .active = d->n_active,
+                        .limit = d->swiglu_limit,
+                        .prefill = c->phase == HX_PHASE_PREFILL };
+    hx_combine_args combine = { .y = c->y,
+                                .base = c->y,
+                                .part = c->part,
+                                .weight = c->route_w,
+                                .rows = rows,
+                                .active = d->n_active,
+                                .dim = d->width };
     int rc;
 
     if ((rc = hx_op_router(c->dev, &route, err)) != 0)
@@ -410,6 +410,14 @@ int hx_layers_moe(const hx_layer_call *c, const hx_layer *w, hx_err *err)
     tap(c, "router_id", c->route_id);
     tap(c, "router_w", c->route_w);
     hx_count(HX_C_expert_rows_total, rows * d->n_active);
+    if (c->store != NULL) {
+        rc = c->phase == HX_PHASE_DECODE
+                 ? hx_store_plan(c->store, c->layer, rows, c->route_id, c->x, &moe,
+                                 &combine, err)
+                 : hx_store_prefill(c->store, c->layer, rows, &moe, err);
+        if (rc != 0)
+            return rc;
+    }
     if ((rc = hx_op_moe(c->dev, &moe, err)) != 0 ||
         (rc = hx_layers_dense(c, &w->dense, c->y, err)) != 0)
         return rc;

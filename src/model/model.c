@@ -24,6 +24,7 @@ typedef struct {
     int (*mat)(void *ud, hx_mat *w, hx_err *err);
     int (*vec)(void *ud, hx_buf *v, hx_err *err);
     void *ud;
+    enum { ALL, DENSE, ROUTED } what; /* routed experts or what is not one */
 } visitor;
 
 static int visit_mats(const visitor *v, hx_mat *const *all, size_t n, hx_err *err)
@@ -73,12 +74,15 @@ static int visit_layer(const visitor *v, hx_layer *w, int64_t n_expert, hx_err *
                              &w->kda.o_norm,       &w->mla.q_norm,       &w->mla.kv_norm,
                              &w->mla.index_norm_w, &w->mla.index_norm_b, &w->mla.ape,
                              &w->router_bias };
-    int rc = visit_mats(v, mats, HX_LEN(mats), err);
+    int rc = 0;
 
-    if (rc == 0)
-        rc = visit_expert(v, &w->dense, err);
-    for (int64_t e = 0; rc == 0 && w->expert != NULL && e < n_expert; e++)
+    for (int64_t e = 0; rc == 0 && v->what != DENSE && w->expert != NULL && e < n_expert;
+         e++)
         rc = visit_expert(v, &w->expert[e], err);
+    if (rc != 0 || v->what == ROUTED ||
+        (rc = visit_mats(v, mats, HX_LEN(mats), err)) != 0)
+        return rc;
+    rc = visit_expert(v, &w->dense, err);
     for (size_t i = 0; rc == 0 && v->vec != NULL && i < HX_LEN(vecs); i++)
         if (vecs[i]->p != NULL)
             rc = v->vec(v->ud, vecs[i], err);
@@ -88,11 +92,12 @@ static int visit_layer(const visitor *v, hx_layer *w, int64_t n_expert, hx_err *
 static int visit(hx_model *m, const visitor *v, hx_err *err)
 {
     hx_mat *const ends[] = { &m->embed, &m->head };
-    int rc = visit_mats(v, ends, HX_LEN(ends), err);
+    int rc = v->what == ROUTED ? 0 : visit_mats(v, ends, HX_LEN(ends), err);
 
     for (int64_t l = 0; rc == 0 && l < m->desc.n_layer; l++)
         rc = visit_layer(v, &m->layer[l], m->desc.n_expert, err);
-    return rc != 0 || v->vec == NULL ? rc : v->vec(v->ud, &m->norm, err);
+    return rc != 0 || v->vec == NULL || v->what == ROUTED ? rc
+                                                          : v->vec(v->ud, &m->norm, err);
 }
 
 /* Parameters and bytes of all matrices (vectors are noise beside them). */
@@ -164,19 +169,33 @@ static int place_vec(void *ud, hx_buf *v, hx_err *err)
     return rc;
 }
 
-int hx_model_place(hx_model *m, hx_dev *dev, hx_err *err)
+int hx_model_place_bytes(hx_model *m, hx_place what, uint64_t *bytes, hx_err *err)
 {
     placer p = { 0 };
-    const visitor v = { place_mat, place_vec, &p };
+    const visitor v = { place_mat, place_vec, &p,
+                        what == HX_PLACE_ROUTED ? ROUTED : DENSE };
+    const int rc = visit(m, &v, err);
+
+    *bytes = p.at;
+    return rc;
+}
+
+int hx_model_place(hx_model *m, hx_dev *dev, hx_place what, hx_err *err)
+{
+    hx_buf *placed = &m->placed[what];
+    placer p = { .dev = dev };
+    const visitor v = { place_mat, place_vec, &p,
+                        what == HX_PLACE_ROUTED ? ROUTED : DENSE };
+    uint64_t bytes;
     int rc;
 
     if (hx_dev_is_host(dev))
         return 0;
-    if ((rc = visit(m, &v, err)) != 0 ||
-        (rc = hx_dev_alloc(dev, &m->placed, p.at, err)) != 0)
+    if ((rc = hx_model_place_bytes(m, what, &bytes, err)) != 0 ||
+        (rc = hx_dev_alloc(dev, placed, bytes, err)) != 0)
         return rc;
     m->dev = dev;
-    p = (placer) { .dev = dev, .placed = m->placed };
+    p.placed = *placed;
     return visit(m, &v, err);
 }
 
@@ -258,7 +277,7 @@ int hx_model_open(hx_model **out, const char *dir, hx_load_fn *on_load, void *ud
     }
     if (rc != 0)
         return rc;
-    visit(m, &(visitor) { add_mat, NULL, m }, err);
+    visit(m, &(visitor) { add_mat, NULL, m, ALL }, err);
     *out = m;
     return 0;
 }
@@ -267,8 +286,9 @@ void hx_model_close(hx_model *m)
 {
     if (m == NULL)
         return;
-    if (m->dev != NULL)
-        hx_dev_free(m->dev, &m->placed);
+    hx_store_close(m->store);
+    for (size_t i = 0; m->dev != NULL && i < HX_LEN(m->placed); i++)
+        hx_dev_free(m->dev, &m->placed[i]);
     hx_weights_close(m->weights);
     hx_unmap(m->synth, m->synth_bytes);
     hx_arena_reset(&m->arena);

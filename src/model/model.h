@@ -13,6 +13,7 @@
 #define HX_MODEL_H
 
 #include "dev/dev.h"
+#include "model/store.h"
 #include "model/weights.h"
 
 /* ---- description ----------------------------------------------------- */
@@ -95,8 +96,9 @@ typedef struct hx_model {
     void *synth;         /* synthetic weights [synth_bytes] */
     size_t synth_bytes;
     uint64_t n_param, weight_bytes;
-    hx_dev *dev;   /* where placed lies; NULL: weights are read where they are */
-    hx_buf placed; /* all weights on the device */
+    hx_dev *dev;      /* where placed lies; NULL: weights are read where they are */
+    hx_buf placed[2]; /* weights on the device, by hx_place */
+    hx_store *store;  /* of the routed experts, or NULL; closed with the model */
 } hx_model;
 
 /* Opens a checkpoint folder, or "synthetic:NAME[,layers=N][,experts=N][,seed=S]".
@@ -106,10 +108,13 @@ int hx_model_open(hx_model **out, const char *dir, hx_load_fn *on_load, void *ud
                   hx_err *err);
 void hx_model_close(hx_model *m);
 bool hx_model_is_synthetic(const char *dir);
-/* Copies all weights to a device with memory of its own and points the model there;
- * nothing for others. The model must be closed before the device. Errors: HX_ENOMEM (both
+/* Copies weights to a device with memory of its own and points the model there; nothing
+ * for others. The model must be closed before the device. Errors: HX_ENOMEM (both
  * numbers). */
-int hx_model_place(hx_model *m, hx_dev *dev, hx_err *err);
+typedef enum { HX_PLACE_DENSE, HX_PLACE_ROUTED } hx_place; /* all but, and the experts */
+int hx_model_place(hx_model *m, hx_dev *dev, hx_place what, hx_err *err);
+/* Bytes that placing takes. */
+int hx_model_place_bytes(hx_model *m, hx_place what, uint64_t *bytes, hx_err *err);
 
 /* Sizes that a device must reckon with for calls of up to max_rows rows. */
 hx_dev_limits hx_model_limits(const hx_desc *d, int64_t max_rows, int64_t max_ctx);
@@ -211,6 +216,9 @@ void hx_graph_tap(hx_graph *g, hx_tap_fn *fn, void *ud);
 int hx_graph_begin(hx_graph *g, const hx_batch *b, hx_err *err);
 int hx_graph_layers(hx_graph *g, int64_t l0, int64_t l1, hx_err *err);
 int hx_graph_out(hx_graph *g, int64_t row0, int64_t n, hx_err *err);
+/* All of that for a decode batch with the logits of all rows; on a device that can, as one
+ * recorded list of operations for each number of rows. */
+int hx_graph_step(hx_graph *g, const hx_batch *b, hx_err *err);
 hx_buf hx_graph_logits(const hx_graph *g);
 hx_buf hx_graph_hidden(const hx_graph *g);
 
@@ -230,6 +238,7 @@ typedef struct {
     hx_buf g, small;   /* f32 [R, H K], f32 [R, narrow] */
     hx_buf part;       /* f32 [R, A, D] outputs of experts */
     hx_buf route_id, route_w, route_score;
+    hx_store *store;            /* NULL: experts are read where the model says */
     hx_buf score, pick, n_pick; /* indexer: f32 [score_rows, ld], i32 [score_rows, k] */
     int64_t score_rows, ld_score;
     hx_tap_fn *tap;

@@ -33,7 +33,8 @@ static void rig_open(rig *r, const char *dir, const char *device, const char *is
                              .n_threads = 2,
                              .limits = hx_model_limits(&r->m->desc, MAX_ROWS, CTX) };
     if (hx_dev_open(&r->dev, &opt, &err) != 0 ||
-        hx_model_place(r->m, r->dev, &err) != 0 ||
+        hx_model_place(r->m, r->dev, HX_PLACE_DENSE, &err) != 0 ||
+        hx_model_place(r->m, r->dev, HX_PLACE_ROUTED, &err) != 0 ||
         hx_cache_open(&r->cache, &r->m->desc, r->dev, 4, CTX, 4 * CTX / HX_PAGE, fmt,
                       &err) != 0 ||
         hx_graph_open(&r->g, r->m, r->dev, r->cache, MAX_ROWS, MAX_ROWS, CTX, &err) != 0)

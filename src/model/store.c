@@ -1,0 +1,931 @@
+/* store.c - the expert store: records in host memory, slots in device memory, the lane,
+ * and what moves between them. See store.h. */
+#include <sched.h>
+#include <stdatomic.h>
+
+#include "dev/lane.h"
+#include "model/model.h"
+#include "model/store.h"
+
+#define PART_ALIGN 256
+#define PARTS      9 /* of a record: w, suh (or scale), svh (or bias) of three matrices */
+#define MOVE_MAX   64 /* pushes on their way */
+#define MOVE_STEP  4  /* newcomers of a step once no slot is free */
+#define PIN_BYTES  ((size_t)1 << 30)
+#define TRIES      5 /* of a measurement; the best counts */
+
+/* A push on its way: the tenant is announced once it has arrived. */
+struct hx_move {
+    int64_t item;
+    int32_t slot;
+    uint64_t ticket;
+};
+
+/* Half of the memory that slots lend to long prefills: a whole layer's experts. */
+struct hx_stage {
+    int64_t layer; /* whose; -1: nobody's */
+    uint64_t ticket;
+    hx_buf at;     /* hx_lease [E] on the device */
+    hx_lease *row; /* [E] the same, locked host memory */
+    hx_buf shared;
+    int32_t slot0; /* first of the E slots */
+};
+
+/* ---- records -------------------------------------------------------------- */
+
+typedef struct {
+    const void *from[PARTS];
+    size_t at[PARTS], bytes[PARTS], total;
+} record;
+
+static size_t trellis_bytes(const hx_mat *m)
+{
+    static const size_t elem[HX_N_FMT] = {
+        [HX_FMT_F32] = 4, [HX_FMT_F16] = 2, [HX_FMT_BF16] = 2, [HX_FMT_FP8] = 1
+    };
+
+    return m->fmt == HX_FMT_EXL3 ? (size_t)(m->n_pad * m->k_pad) / 16 * (size_t)m->k2
+                                 : (size_t)(m->n * m->k) * elem[m->fmt];
+}
+
+/* Where the parts of an expert lie in its record. */
+static record record_of(const hx_expert *e)
+{
+    const hx_mat *mat[3] = { &e->gate, &e->up, &e->down };
+    record r = { 0 };
+
+    for (int i = 0; i < 3; i++) {
+        const hx_mat *m = mat[i];
+        const bool exl3 = m->fmt == HX_FMT_EXL3;
+        const size_t grid = m->fmt == HX_FMT_FP8
+                                ? (size_t)((m->n + m->block_n - 1) / m->block_n) *
+                                      (size_t)((m->k + m->block_k - 1) / m->block_k) *
+                                      sizeof(float)
+                                : 0;
+        const void *from[3] = { m->w, exl3 ? m->suh : m->scale, exl3 ? m->svh : m->bias };
+        const size_t bytes[3] = { trellis_bytes(m), exl3 ? (size_t)m->k_pad * 2 : grid,
+                                  exl3              ? (size_t)m->n_pad * 2
+                                  : m->bias != NULL ? (size_t)m->n * 2
+                                                    : 0 };
+
+        for (int p = 0; p < 3; p++) {
+            r.from[3 * i + p] = from[p];
+            r.bytes[3 * i + p] = bytes[p];
+            r.at[3 * i + p] = r.total;
+            r.total += (bytes[p] + PART_ALIGN - 1) / PART_ALIGN * PART_ALIGN;
+        }
+    }
+    return r;
+}
+
+/* The addresses of a record's parts when it lies at base. */
+static hx_lease lease_at(const record *r, const void *base)
+{
+    const void *p[PARTS];
+
+    for (int i = 0; i < PARTS; i++)
+        p[i] = r->bytes[i] != 0 ? (const char *)base + r->at[i] : NULL;
+    return (
+        hx_lease) { { p[0], p[1], p[2] }, { p[3], p[4], p[5] }, { p[6], p[7], p[8] } };
+}
+
+static bool is_record(const record *r)
+{
+    for (int i = 0; i < PARTS; i++)
+        if (r->bytes[i] != 0 && r->from[i] != (const char *)r->from[0] + r->at[i])
+            return false;
+    return true;
+}
+
+static const hx_expert *expert_at(const hx_model *m, int64_t item)
+{
+    const hx_layer *l = &m->layer[item / m->desc.n_expert];
+
+    return l->expert != NULL ? &l->expert[item % m->desc.n_expert] : NULL;
+}
+
+uint64_t hx_store_bytes(const hx_model *m, size_t *record_bytes)
+{
+    uint64_t n = 0;
+
+    *record_bytes = 0;
+    for (int64_t i = 0; i < m->desc.n_layer * m->desc.n_expert; i++) {
+        const hx_expert *e = expert_at(m, i);
+
+        if (e == NULL)
+            continue;
+        *record_bytes = HX_MAX(*record_bytes, record_of(e).total);
+        n++;
+    }
+    return n * *record_bytes;
+}
+
+/* ---- host memory ------------------------------------------------------------ */
+
+typedef struct {
+    hx_store *s;
+    _Atomic int rc;
+    hx_err err;
+    uint8_t *base;
+    size_t bytes;
+} host_job;
+
+static void copy_records(void *ud, int64_t begin, int64_t end, int worker)
+{
+    host_job *j = ud;
+    hx_store *s = j->s;
+
+    (void)worker;
+    for (int64_t i = begin; i < end; i++) {
+        const hx_expert *e = expert_at(s->model, i);
+
+        if (e == NULL)
+            continue;
+        const record r = record_of(e);
+        uint8_t *to = (uint8_t *)(uintptr_t)s->home[i];
+        for (int p = 0; p < PARTS; p++)
+            if (r.bytes[p] != 0)
+                memcpy(to + r.at[p], r.from[p], r.bytes[p]);
+    }
+}
+
+static void point_to(hx_expert *e, const hx_lease *at)
+{
+    hx_mat *mat[3] = { &e->gate, &e->up, &e->down };
+    const hx_lease_mat *from[3] = { &at->gate, &at->up, &at->down };
+
+    for (int i = 0; i < 3; i++) {
+        mat[i]->w = from[i]->trellis;
+        if (mat[i]->fmt == HX_FMT_EXL3) {
+            mat[i]->suh = from[i]->suh;
+            mat[i]->svh = from[i]->svh;
+        } else {
+            mat[i]->scale = from[i]->suh;
+            mat[i]->bias = from[i]->svh;
+        }
+    }
+}
+
+/* Records where the checkpoint has none: copied once into the arena, to which the model
+ * then points. */
+static int gather(hx_store *s, hx_pool *pool, hx_err *err)
+{
+    const int64_t n = s->n_layer * s->n_expert;
+    bool all = true;
+    int64_t count = 0;
+
+    for (int64_t i = 0; i < n; i++) {
+        const hx_expert *e = expert_at(s->model, i);
+
+        if (e == NULL)
+            continue;
+        const record r = record_of(e);
+        all = all && is_record(&r);
+        s->home[i] = r.from[0];
+        count++;
+    }
+    if (all)
+        return 0;
+    s->arena_bytes = (size_t)count * s->record_bytes;
+    if ((s->arena = hx_map(s->arena_bytes, true)) == NULL)
+        return hx_fail(err, HX_ENOMEM, "expert store: the system refuses %.1f GiB",
+                       (double)s->arena_bytes / (1 << 30));
+    count = 0;
+    for (int64_t i = 0; i < n; i++)
+        if (s->home[i] != NULL)
+            s->home[i] = (uint8_t *)s->arena + (size_t)count++ * s->record_bytes;
+    hx_pool_run(pool, n, 4, copy_records, &(host_job) { .s = s });
+    for (int64_t i = 0; i < n; i++)
+        if (s->home[i] != NULL) {
+            hx_expert *e = &s->model->layer[i / s->n_expert].expert[i % s->n_expert];
+            const record r = record_of(e);
+            const hx_lease at = lease_at(&r, s->home[i]);
+
+            point_to(e, &at);
+        }
+    return 0;
+}
+
+static void pin_ranges(void *ud, int64_t begin, int64_t end, int worker)
+{
+    host_job *j = ud;
+
+    (void)worker;
+    for (int64_t i = begin; i < end; i++) {
+        const size_t at = (size_t)i * PIN_BYTES;
+        hx_err err = { 0 };
+        int none = 0;
+        const int rc =
+            hx_dev_pin(j->s->dev, j->base + at, HX_MIN(PIN_BYTES, j->bytes - at), &err);
+
+        if (rc == 0)
+            j->s->pin[i] = j->base + at;
+        else if (atomic_compare_exchange_strong(&j->rc, &none, rc))
+            j->err = err;
+    }
+}
+
+/* Locks all records, several ranges at a time. */
+static int lock_memory(hx_store *s, hx_pool *pool, hx_err *err)
+{
+    const uint8_t *low = NULL, *high = NULL;
+
+    if (hx_dev_is_host(s->dev))
+        return 0;
+    for (int64_t i = 0; i < s->n_layer * s->n_expert; i++)
+        if (s->home[i] != NULL) {
+            low = low == NULL || s->home[i] < low ? s->home[i] : low;
+            high = HX_MAX(high, s->home[i] + s->record_bytes);
+        }
+    host_job j = { .s = s };
+    j.base = (uint8_t *)((uintptr_t)low & ~(uintptr_t)4095);
+    j.bytes = (size_t)(high - j.base);
+    s->n_pin = (int)((j.bytes + PIN_BYTES - 1) / PIN_BYTES);
+    if ((s->pin = hx_new(void *, s->n_pin)) == NULL)
+        return hx_fail(err, HX_ENOMEM, "expert store: no memory");
+    hx_pool_run(pool, s->n_pin, 1, pin_ranges, &j);
+    if (j.rc != 0 && err != NULL)
+        *err = j.err;
+    return j.rc;
+}
+
+/* ---- tables ------------------------------------------------------------------- */
+
+static hx_buf slot_at(const hx_store *s, int32_t slot)
+{
+    return hx_buf_at(s->slots, (size_t)slot * s->record_bytes);
+}
+
+/* A layer's part of a table [n_layer, E]. */
+static hx_buf layer_row(const hx_store *s, hx_buf b, int64_t layer, size_t item)
+{
+    return (hx_buf) { (char *)b.p + (size_t)(layer * s->n_expert) * item,
+                      (size_t)s->n_expert * item };
+}
+
+/* Tells the device where an item lies from now on. */
+static int announce(hx_store *s, int64_t item, int32_t slot, hx_err *err)
+{
+    const record r = record_of(expert_at(s->model, item));
+    const hx_lease at = lease_at(&r, slot >= 0 ? slot_at(s, slot).p : s->home[item]);
+    const size_t i = (size_t)item;
+    int rc;
+
+    if ((rc = hx_dev_put(s->dev, hx_buf_at(s->at, i * sizeof at), &at, sizeof at, err)) !=
+        0)
+        return rc;
+    return hx_dev_put(s->dev, hx_buf_at(s->resident, i * sizeof slot), &slot, sizeof slot,
+                      err);
+}
+
+/* Nothing is resident yet. */
+static int first_tables(hx_store *s, hx_err *err)
+{
+    const int64_t n = s->n_layer * s->n_expert;
+    hx_lease *at = hx_new(hx_lease, n);
+    int32_t *none = hx_new(int32_t, n);
+    int rc = at == NULL || none == NULL
+                 ? hx_fail(err, HX_ENOMEM, "expert store: no memory")
+                 : 0;
+
+    for (int64_t i = 0; i < n && rc == 0; i++) {
+        none[i] = -1;
+        if (s->home[i] == NULL)
+            continue;
+        const record r = record_of(expert_at(s->model, i));
+        at[i] = lease_at(&r, s->home[i]);
+    }
+    if (rc == 0 && (rc = hx_dev_put(s->dev, s->at, at, s->at.n, err)) == 0)
+        rc = hx_dev_put(s->dev, s->resident, none, s->resident.n, err);
+    if (rc == 0)
+        rc = hx_dev_get(s->dev, none, s->resident, sizeof *none, err); /* at is free */
+    hx_free(at);
+    hx_free(none);
+    return rc;
+}
+
+/* ---- moving --------------------------------------------------------------------- */
+
+/* Pushes that have arrived become residents. */
+static int settle(hx_store *s, hx_err *err)
+{
+    while (s->n_move > 0 && hx_dev_pushed(s->dev, s->move[0].ticket)) {
+        const struct hx_move m = s->move[0];
+
+        memmove(s->move, s->move + 1, (size_t)--s->n_move * sizeof *s->move);
+        if (s->clock.slot[m.item] != m.slot)
+            continue; /* the slot was lent meanwhile */
+        const int rc = announce(s, m.item, m.slot, err);
+        if (rc != 0)
+            return rc;
+    }
+    return 0;
+}
+
+/* Starts moving an item into a slot; who was there is read from host memory from now on.
+ * No operation that reads the slot may be on its way. */
+static int move_in(hx_store *s, int64_t item, int32_t slot, hx_err *err)
+{
+    const int64_t was = hx_clock_put(&s->clock, item, slot);
+    struct hx_move m = { item, slot, 0 };
+    int rc;
+
+    s->stats.pushed++;
+    s->stats.push_bytes += s->record_bytes;
+    if (was >= 0) {
+        s->stats.evicted++;
+        if ((rc = announce(s, was, -1, err)) != 0 ||
+            (rc = hx_dev_hold_push(s->dev, err)) != 0)
+            return rc;
+    }
+    if ((rc = hx_dev_push(s->dev, slot_at(s, slot), s->home[item], s->record_bytes,
+                          err)) != 0 ||
+        (rc = hx_dev_push_mark(s->dev, &m.ticket, err)) != 0)
+        return rc;
+    s->move[s->n_move++] = m;
+    return 0;
+}
+
+/* Slots that nobody has yet are filled layer by layer in turn, so that no layer starts
+ * with nothing. */
+static int warm(hx_store *s, hx_err *err)
+{
+    const int64_t moe = s->n_layer, e = s->n_expert;
+    int32_t slot = 0;
+    int rc;
+
+    for (int64_t i = 0; i < moe * e && slot < s->clock.n_slot; i++) {
+        const int64_t item = i % moe * e + i / moe;
+
+        if (s->home[item] == NULL)
+            continue;
+        if (s->n_move == MOVE_MAX) {
+            if ((rc = hx_dev_await_push(s->dev, s->move[0].ticket, err)) != 0 ||
+                (rc = hx_dev_get(s->dev, &(int32_t) { 0 }, s->resident, 4, err)) != 0 ||
+                (rc = settle(s, err)) != 0)
+                return rc;
+        }
+        if ((rc = move_in(s, item, slot++, err)) != 0)
+            return rc;
+    }
+    for (int i = 0; i < s->n_move; i++)
+        if ((rc = hx_dev_await_push(s->dev, s->move[i].ticket, err)) != 0)
+            return rc;
+    if ((rc = hx_dev_get(s->dev, &(int32_t) { 0 }, s->resident, 4, err)) != 0)
+        return rc;
+    rc = settle(s, err);
+    s->stats = (hx_store_stats) { 0 };
+    return rc;
+}
+
+/* ---- measuring ------------------------------------------------------------------------- */
+
+/* Memory for calls that only take time. */
+typedef struct {
+    hx_buf x, y, base;
+    int64_t layer; /* one with experts */
+} trial;
+
+static int wait_device(hx_store *s, hx_err *err)
+{
+    return hx_dev_get(s->dev, &(int32_t) { 0 }, s->resident, sizeof(int32_t), err);
+}
+
+/* The device on n experts of the trial's layer at one row, in microseconds. */
+static int time_device(hx_store *s, const trial *t, const int32_t *id, int64_t n,
+                       double *us, hx_err *err)
+{
+    const hx_desc *d = &s->model->desc;
+    const hx_moe_args a = { .y = t->y,
+                            .x = t->x,
+                            .id = s->here,
+                            .at = layer_row(s, s->at, t->layer, sizeof(hx_lease)),
+                            .expert = s->model->layer[t->layer].expert,
+                            .n_expert = s->n_expert,
+                            .rows = 1,
+                            .active = n,
+                            .limit = d->swiglu_limit };
+    int rc = hx_dev_put(s->dev, s->here, id, (size_t)n * sizeof *id, err);
+
+    *us = 1e12;
+    for (int i = 0; i < TRIES && rc == 0; i++) {
+        if ((rc = wait_device(s, err)) != 0)
+            break;
+        const int64_t start = hx_now_us();
+
+        if ((rc = hx_op_moe(s->dev, &a, err)) == 0 && (rc = wait_device(s, err)) == 0)
+            *us = HX_MIN(*us, (double)(hx_now_us() - start));
+    }
+    return rc;
+}
+
+/* Microseconds from the post of a job to the end of its combine. */
+static int time_round(hx_store *s, const trial *t, const int32_t *id, double *us,
+                      hx_err *err)
+{
+    const hx_rates kept = s->rates;
+    hx_moe_args moe = { 0 };
+    hx_combine_args c = { .y = t->base,
+                          .base = t->base,
+                          .part = t->y,
+                          .weight = s->there,
+                          .rows = 1,
+                          .active = s->n_active,
+                          .dim = s->model->desc.width };
+    int rc = hx_dev_put(s->dev, t->y, id, (size_t)s->n_active * sizeof *id, err);
+
+    s->rates = (hx_rates) { .link_us = 1e6f, .lane_us = 1 };
+    *us = 1e12;
+    hx_store_begin(s);
+    for (int i = 0; i < TRIES && rc == 0; i++) {
+        const int64_t start = hx_now_us();
+
+        if ((rc = hx_store_plan(s, t->layer, 1, t->y, t->x, &moe, &c, err)) == 0 &&
+            (rc = hx_op_combine(s->dev, &c, err)) == 0 && (rc = wait_device(s, err)) == 0)
+            *us = HX_MIN(*us, (double)(hx_now_us() - start));
+    }
+    hx_lane_rest(s->lane);
+    s->rates = kept;
+    return rc != 0 ? rc : hx_lane_late(s->lane, err);
+}
+
+/* n experts of the trial's layer that are (or are not) resident; fewer where there are. */
+static int64_t some(const hx_store *s, const trial *t, bool resident, int32_t *id,
+                    int64_t n)
+{
+    int64_t have = 0;
+
+    for (int32_t e = 0; e < s->n_expert && have < n; e++)
+        if ((s->clock.slot[t->layer * s->n_expert + e] >= 0) == resident)
+            id[have++] = e;
+    return have;
+}
+
+/* Time of one more expert: that of n less that of one. */
+static int time_each(hx_store *s, const trial *t, bool resident, float *us, hx_err *err)
+{
+    int32_t id[64];
+    const int64_t n = some(s, t, resident, id, HX_MIN(s->n_active, 64));
+    double one, all;
+    int rc;
+
+    if (n < 2)
+        return 0;
+    if ((rc = time_device(s, t, id, 1, &one, err)) != 0 ||
+        (rc = time_device(s, t, id, n, &all, err)) != 0)
+        return rc;
+    *us = (float)HX_MAX((all - one) / (double)(n - 1), 0.1);
+    return 0;
+}
+
+static int time_lane(hx_store *s, const trial *t, hx_err *err)
+{
+    hx_rates *r = &s->rates;
+    const int64_t few = HX_MIN(4, s->max_pick / s->n_active);
+    double one, more, round;
+    int32_t id[64];
+    int64_t n = some(s, t, false, id, HX_MIN(s->n_active, 64));
+    int rc;
+
+    if (s->lane == NULL || n < s->n_active)
+        return 0;
+    if ((rc = hx_lane_time(s->lane, (int32_t)t->layer, id, n, 1, &one, err)) != 0 ||
+        (rc = hx_lane_time(s->lane, (int32_t)t->layer, id, n, few, &more, err)) != 0 ||
+        (rc = time_round(s, t, id, &round, err)) != 0)
+        return rc;
+    r->lane_us = (float)(one / (double)n);
+    r->row_us = (float)(few > 1 ? HX_MAX(more - one, 0) / (double)(n * (few - 1)) : 0);
+    r->post_us = (float)HX_MAX(round - one, 0);
+    return 0;
+}
+
+static int measure(hx_store *s, hx_err *err)
+{
+    const size_t row = (size_t)s->model->desc.width * sizeof(float);
+    trial t = { .layer = -1 };
+    int rc;
+
+    for (int64_t l = s->n_layer; l-- > 0;)
+        t.layer = s->model->layer[l].ffn == HX_FFN_MOE ? l : t.layer;
+    if (t.layer < 0)
+        return 0;
+    if ((rc = hx_dev_alloc(s->dev, &t.x, row, err)) == 0 &&
+        (rc = hx_dev_alloc(s->dev, &t.base, row, err)) == 0 &&
+        (rc = hx_dev_alloc(s->dev, &t.y, (size_t)HX_MAX(s->n_active, 64) * row, err)) ==
+            0 &&
+        (rc = time_each(s, &t, true, &s->rates.here_us, err)) == 0 &&
+        (rc = time_each(s, &t, false, &s->rates.link_us, err)) == 0)
+        rc = time_lane(s, &t, err);
+    hx_dev_free(s->dev, &t.x);
+    hx_dev_free(s->dev, &t.base);
+    hx_dev_free(s->dev, &t.y);
+    hx_log(HX_LOG_INFO,
+           "experts: %d of %lld in device memory; one costs %.0f us there, %.0f over the "
+           "link, %.0f + %.0f a row on the CPU, %.0f to post",
+           s->n_all_slot,
+           (long long)(hx_store_bytes(s->model, &(size_t) { 0 }) / s->record_bytes),
+           (double)s->rates.here_us, (double)s->rates.link_us, (double)s->rates.lane_us,
+           (double)s->rates.row_us, (double)s->rates.post_us);
+    return rc;
+}
+
+/* ---- decode ---------------------------------------------------------------------------- */
+
+int hx_store_plan(hx_store *s, int64_t layer, int64_t rows, hx_buf id, hx_buf x,
+                  hx_moe_args *moe, hx_combine_args *combine, hx_err *err)
+{
+    const size_t log = (size_t)(layer * s->max_pick) * sizeof(int32_t);
+    const hx_plan_args a = { .here = s->here,
+                             .there = s->there,
+                             .log = hx_buf_at(s->log, log),
+                             .id = id,
+                             .x = x,
+                             .resident =
+                                 layer_row(s, s->resident, layer, sizeof(int32_t)),
+                             .lane = s->lane,
+                             .rows = rows,
+                             .active = s->n_active,
+                             .n_expert = s->n_expert,
+                             .dim = s->model->desc.width,
+                             .layer = (int32_t)layer,
+                             .rates = s->rates };
+
+    moe->at = layer_row(s, s->at, layer, sizeof(hx_lease));
+    moe->id = s->here;
+    if (s->lane != NULL) {
+        combine->there = s->there;
+        combine->lane = s->lane;
+    }
+    return hx_op_plan(s->dev, &a, err);
+}
+
+void hx_store_begin(hx_store *s)
+{
+    if (s->lane != NULL)
+        hx_lane_awake(s->lane);
+}
+
+/* Counts a layer's picks; each distinct expert once. Wanted gets those that were missing. */
+static void count_layer(hx_store *s, int64_t layer, int64_t picks, int64_t *wanted,
+                        int64_t *n_wanted)
+{
+    const int32_t *log = (const int32_t *)s->log.p + layer * s->max_pick;
+    int64_t *const by_side[] = { &s->stats.here, &s->stats.link, &s->stats.lane };
+
+    s->stats.picks += picks;
+    for (int64_t p = 0; p < picks; p++) {
+        const int32_t id = log[p] & 0xFFFFFF, side = log[p] >> 24;
+        const int64_t item = layer * s->n_expert + id;
+        bool again = false;
+
+        for (int64_t o = 0; o < p && !again; o++)
+            again = (log[o] & 0xFFFFFF) == id;
+        if (again || id >= s->n_expert || side > HX_SIDE_LANE)
+            continue;
+        ++*by_side[side];
+        s->stats.link_bytes += side == HX_SIDE_LINK ? s->record_bytes : 0;
+        s->stats.lane_bytes += side == HX_SIDE_LANE ? s->record_bytes : 0;
+        hx_clock_touch(&s->clock, item);
+        if (s->clock.slot[item] < 0 && *n_wanted < MOVE_MAX)
+            wanted[(*n_wanted)++] = item;
+    }
+}
+
+/* ---- prefill: slots lent to whole layers -------------------------------------------- */
+
+#define LENT_STEPS 16 /* decode steps without prefill until slots are given back */
+
+static bool is_lent(const hx_store *s)
+{
+    return s->clock.n_slot < s->n_all_slot;
+}
+
+/* The slots of both halves lose their tenants, who are remembered. Nobody may be evicted
+ * while slots are lent: a layer on its way may count on any resident. */
+static int lend(hx_store *s, hx_err *err)
+{
+    const int32_t first = s->stage[0].slot0;
+    int rc;
+
+    for (int32_t i = first; i < s->n_all_slot; i++) {
+        const int32_t item = s->clock.tenant[i];
+
+        s->was[i - first] = item;
+        hx_clock_clear(&s->clock, i);
+        if (item >= 0 && (rc = announce(s, item, -1, err)) != 0)
+            return rc;
+    }
+    s->clock.n_slot = first;
+    s->clock.hand = 0;
+    s->stage[0].layer = s->stage[1].layer = -1;
+    return hx_dev_hold_push(s->dev, err);
+}
+
+static void give_back(hx_store *s)
+{
+    s->clock.n_slot = s->n_all_slot;
+    s->stage[0].layer = s->stage[1].layer = -1;
+    s->n_was = s->n_all_slot - s->stage[0].slot0;
+}
+
+/* Those who had to leave come back, ahead of newcomers. */
+static int return_warm(hx_store *s, hx_err *err)
+{
+    while (s->n_was > 0 && s->n_move < MOVE_MAX) {
+        const int32_t item = s->was[--s->n_was], slot = s->stage[0].slot0 + s->n_was;
+
+        if (item < 0 || s->clock.slot[item] >= 0 || s->clock.tenant[slot] >= 0)
+            continue;
+        const int rc = move_in(s, item, slot, err);
+        if (rc != 0)
+            return rc;
+    }
+    return 0;
+}
+
+/* Starts bringing a layer's experts to a half. Runs of neighbours go as one push. */
+static int stage_layer(hx_store *s, struct hx_stage *h, int64_t layer, hx_err *err)
+{
+    const int64_t item0 = layer * s->n_expert;
+    int64_t run = 0; /* experts before e that wait to go together */
+    int rc;
+
+    while (h->ticket != 0 && !hx_dev_pushed(s->dev, h->ticket))
+        sched_yield(); /* its table is still being read */
+    h->layer = layer;
+    for (int64_t e = 0; e <= s->n_expert; e++) {
+        const bool end = e == s->n_expert;
+        const int32_t slot = end ? 0 : s->clock.slot[item0 + e];
+        const uint8_t *home = end ? NULL : s->home[item0 + e];
+
+        if (run > 0 &&
+            (end || slot >= 0 || home != s->home[item0 + e - 1] + s->record_bytes)) {
+            const hx_buf to = slot_at(s, h->slot0 + (int32_t)(e - run));
+            const size_t bytes = (size_t)run * s->record_bytes;
+
+            s->stats.stage_bytes += bytes;
+            if ((rc = hx_dev_push(s->dev, to, s->home[item0 + e - run], bytes, err)) != 0)
+                return rc;
+            run = 0;
+        }
+        if (end)
+            break;
+        const record r = record_of(expert_at(s->model, item0 + e));
+        h->row[e] = lease_at(&r, slot_at(s, slot >= 0 ? slot : h->slot0 + (int32_t)e).p);
+        run += slot < 0;
+    }
+    if ((rc = hx_dev_push(s->dev, h->at, h->row, h->at.n, err)) != 0)
+        return rc;
+    return hx_dev_push_mark(s->dev, &h->ticket, err);
+}
+
+static int64_t next_moe(const hx_store *s, int64_t layer)
+{
+    while (++layer < s->n_layer && s->model->layer[layer].ffn != HX_FFN_MOE)
+        ;
+    return layer < s->n_layer ? layer : -1;
+}
+
+int hx_store_prefill(hx_store *s, int64_t layer, int64_t rows, hx_moe_args *moe,
+                     hx_err *err)
+{
+    const int64_t next = next_moe(s, layer);
+    int rc;
+
+    moe->at = layer_row(s, s->at, layer, sizeof(hx_lease));
+    /* With two picks for each expert, most are needed: all come. */
+    if (s->stage == NULL || rows * s->n_active < 2 * s->n_expert)
+        return 0;
+    if (!is_lent(s) && (rc = lend(s, err)) != 0)
+        return rc;
+    s->lent_steps = LENT_STEPS;
+    struct hx_stage *h = &s->stage[s->stage[1].layer == layer], *other = s->stage;
+    if (h->layer != layer && (rc = hx_dev_hold_push(s->dev, err)) == 0)
+        rc = stage_layer(s, h, layer, err);
+    else
+        rc = 0;
+    other += h == s->stage;
+    if (rc == 0 && next >= 0 && (rc = hx_dev_hold_push(s->dev, err)) == 0)
+        rc = stage_layer(s, other, next, err);
+    if (rc == 0)
+        rc = hx_dev_await_push(s->dev, h->ticket, err);
+    moe->at = h->at;
+    return rc;
+}
+
+/* ---- after a decode step -------------------------------------------------------- */
+
+/* Newcomers of a step: many while slots are free, few afterwards, for a push takes link
+ * time from the experts that are read in place. */
+static int admit(hx_store *s, const int64_t *wanted, int64_t n, hx_err *err)
+{
+    int64_t left = MOVE_STEP;
+
+    for (int64_t i = 0; i < n && s->n_move < MOVE_MAX && left > 0; i++) {
+        const int32_t slot =
+            s->clock.n_slot > 0 ? hx_clock_find(&s->clock, wanted[i]) : -1;
+
+        if (slot < 0)
+            continue;
+        left -= s->clock.tenant[slot] >= 0;
+        const int rc = move_in(s, wanted[i], slot, err);
+        if (rc != 0)
+            return rc;
+    }
+    return 0;
+}
+
+int hx_store_end(hx_store *s, int64_t rows, hx_err *err)
+{
+    int64_t wanted[MOVE_MAX], n = 0;
+    int rc;
+
+    if (s->lane != NULL)
+        hx_lane_rest(s->lane);
+    if (s->lane != NULL && (rc = hx_lane_late(s->lane, err)) != 0)
+        return rc;
+    if (is_lent(s) && --s->lent_steps <= 0)
+        give_back(s);
+    for (int64_t i = 0; i < s->n_layer; i++) { /* each layer is first now and then */
+        const int64_t l = (i + s->stats.steps) % s->n_layer;
+
+        if (s->model->layer[l].ffn == HX_FFN_MOE)
+            count_layer(s, l, rows * s->n_active, wanted, &n);
+    }
+    s->stats.steps++;
+    if ((rc = settle(s, err)) != 0 || is_lent(s) || (rc = return_warm(s, err)) != 0)
+        return rc;
+    return admit(s, wanted, n, err);
+}
+
+/* ---- open and close ------------------------------------------------------------------ */
+
+static int check(const hx_store *s, const hx_store_opt *opt, uint64_t bytes, hx_err *err)
+{
+    if (opt->ram_bytes != 0 && bytes > opt->ram_bytes)
+        return hx_fail(
+            err, HX_ENOMEM,
+            "host memory: the routed experts need %.1f GiB, this process may use "
+            "%.1f GiB; raise --ram, or use a machine with more memory",
+            (double)bytes / (1 << 30), (double)opt->ram_bytes / (1 << 30));
+    if (s->n_expert > HX_PLAN_MAX_EXPERT)
+        return hx_fail(err, HX_EUNSUP, "expert store: %lld experts a layer, at most %d",
+                       (long long)s->n_expert, HX_PLAN_MAX_EXPERT);
+    return 0;
+}
+
+static int open_buffers(hx_store *s, hx_err *err)
+{
+    const size_t n = (size_t)(s->n_layer * s->n_expert), picks = (size_t)s->max_pick * 4;
+    const struct {
+        hx_buf *b;
+        size_t bytes;
+    } want[] = {
+        { &s->slots, (size_t)s->n_all_slot * s->record_bytes },
+        { &s->resident, n * sizeof(int32_t) },
+        { &s->at, n * sizeof(hx_lease) },
+        { &s->here, picks },
+        { &s->there, picks },
+    };
+    int rc;
+
+    for (size_t i = 0; i < HX_LEN(want); i++)
+        if ((rc = hx_dev_alloc(s->dev, want[i].b, HX_MAX(want[i].bytes, 64), err)) != 0)
+            return rc;
+    return hx_dev_shared(s->dev, &s->log, (size_t)s->n_layer * picks, err);
+}
+
+static int open_stage(hx_store *s, uint64_t all, hx_err *err)
+{
+    const size_t bytes = (size_t)s->n_expert * sizeof(hx_lease);
+    int rc;
+
+    if (s->n_all_slot < 2 * s->n_expert || (uint64_t)s->n_all_slot == all)
+        return 0; /* prefill reads in place, or all are there */
+    s->stage = hx_new(struct hx_stage, 2);
+    s->was = hx_new(int32_t, 2 * s->n_expert);
+    if (s->stage == NULL || s->was == NULL)
+        return hx_fail(err, HX_ENOMEM, "expert store: no memory");
+    for (int i = 0; i < 2; i++) {
+        struct hx_stage *h = &s->stage[i];
+
+        h->layer = -1;
+        h->slot0 = s->n_all_slot - (int32_t)((2 - i) * s->n_expert);
+        if ((rc = hx_dev_alloc(s->dev, &h->at, bytes, err)) != 0 ||
+            (rc = hx_dev_shared(s->dev, &h->shared, bytes, err)) != 0)
+            return rc;
+        h->row = h->shared.p;
+    }
+    return 0;
+}
+
+static int open_lane(hx_store *s, const hx_store_opt *opt, hx_err *err)
+{
+    const hx_desc *d = &s->model->desc;
+    const hx_expert **layer = hx_new(const hx_expert *, s->n_layer);
+    const hx_dev_opt cpu = { .name = "cpu",
+                             .isa = opt->isa,
+                             .cpus = opt->cpus,
+                             .n_threads = opt->n_threads,
+                             .limits = { .max_rows = opt->max_rows,
+                                         .max_k = HX_MAX(d->width, d->expert_width),
+                                         .max_n = HX_MAX(d->width, d->expert_width),
+                                         .max_active = d->n_active,
+                                         .max_expert = d->n_expert } };
+    hx_lane_opt lane = { .dev = s->dev,
+                         .expert = layer,
+                         .n_layer = s->n_layer,
+                         .n_expert = s->n_expert,
+                         .active = s->n_active,
+                         .max_rows = opt->max_rows,
+                         .dim = d->width,
+                         .limit = d->swiglu_limit };
+    int rc;
+
+    if (layer == NULL)
+        return hx_fail(err, HX_ENOMEM, "expert store: no memory");
+    for (int64_t l = 0; l < s->n_layer; l++)
+        layer[l] = s->model->layer[l].expert;
+    if ((rc = hx_dev_open(&lane.cpu, &cpu, err)) == 0)
+        rc = hx_lane_open(&s->lane, &lane, err);
+    hx_free(layer);
+    return rc;
+}
+
+int hx_store_open(hx_store **out, hx_model *m, hx_dev *dev, const hx_store_opt *opt,
+                  hx_err *err)
+{
+    const hx_desc *d = &m->desc;
+    hx_store *s = hx_new(hx_store, 1);
+    hx_pool *pool = NULL;
+    int rc;
+
+    *out = NULL;
+    if (s == NULL)
+        return hx_fail(err, HX_ENOMEM, "expert store: no memory");
+    s->model = m;
+    s->dev = dev;
+    s->n_layer = d->n_layer;
+    s->n_expert = d->n_expert;
+    s->n_active = d->n_active;
+    s->max_pick = opt->max_rows * d->n_active;
+    const uint64_t bytes = hx_store_bytes(m, &s->record_bytes);
+    const uint64_t all = bytes / HX_MAX(s->record_bytes, 1);
+    s->n_all_slot = (int32_t)HX_MIN(opt->slot_bytes / HX_MAX(s->record_bytes, 1), all);
+    s->home = hx_new(const uint8_t *, d->n_layer * d->n_expert);
+    s->move = hx_new(struct hx_move, MOVE_MAX);
+    if (s->home == NULL || s->move == NULL) {
+        rc = hx_fail(err, HX_ENOMEM, "expert store: no memory");
+        goto fail;
+    }
+    if ((rc = check(s, opt, bytes, err)) != 0 ||
+        (rc = hx_pool_open(&pool, hx_sys_n_cpu(), NULL, err)) != 0 ||
+        (rc = gather(s, pool, err)) != 0 || (rc = lock_memory(s, pool, err)) != 0 ||
+        (rc = hx_clock_open(&s->clock, d->n_layer * d->n_expert, s->n_all_slot, err)) !=
+            0 ||
+        (rc = open_buffers(s, err)) != 0 || (rc = open_stage(s, all, err)) != 0 ||
+        (rc = first_tables(s, err)) != 0)
+        goto fail;
+    if (opt->mode == HX_MODE_AUTO && (rc = open_lane(s, opt, err)) != 0)
+        goto fail;
+    if ((rc = warm(s, err)) != 0)
+        goto fail;
+    s->rates = opt->rates;
+    if (!(opt->rates.link_us > 0) && (rc = measure(s, err)) != 0)
+        goto fail;
+    hx_pool_close(pool);
+    *out = s;
+    return 0;
+fail:
+    hx_pool_close(pool);
+    hx_store_close(s);
+    return rc;
+}
+
+void hx_store_close(hx_store *s)
+{
+    if (s == NULL)
+        return;
+    hx_lane_close(s->lane);
+    for (int i = 0; s->stage != NULL && i < 2; i++) {
+        hx_dev_free(s->dev, &s->stage[i].at);
+        hx_dev_unshared(s->dev, &s->stage[i].shared);
+    }
+    hx_dev_free(s->dev, &s->slots);
+    hx_dev_free(s->dev, &s->resident);
+    hx_dev_free(s->dev, &s->at);
+    hx_dev_free(s->dev, &s->here);
+    hx_dev_free(s->dev, &s->there);
+    hx_dev_unshared(s->dev, &s->log);
+    for (int i = 0; i < s->n_pin; i++)
+        if (s->pin[i] != NULL)
+            hx_dev_unpin(s->dev, s->pin[i]);
+    hx_unmap(s->arena, s->arena_bytes);
+    hx_clock_close(&s->clock);
+    hx_free(s->pin);
+    hx_free(s->home);
+    hx_free(s->move);
+    hx_free(s->stage);
+    hx_free(s->was);
+    hx_free(s);
+}

@@ -1,0 +1,79 @@
+/* store.h - the expert store: routed experts once in host memory, the often picked ones
+ * also in slots of device memory; who runs which (op plan); what moves when.
+ *
+ * Decode: hx_store_plan() per layer, hx_store_end() per step. Prefill: hx_store_prefill()
+ * per layer. Everything is called by the engine thread. */
+#ifndef HX_STORE_H
+#define HX_STORE_H
+
+#include "dev/dev.h"
+#include "model/clock.h"
+
+struct hx_model;
+
+typedef enum { HX_MODE_AUTO, HX_MODE_GPU_ONLY } hx_store_mode;
+
+typedef struct {
+    hx_store_mode mode;
+    uint64_t slot_bytes;    /* device memory for slots */
+    uint64_t ram_bytes;     /* most host memory that experts may take; 0: no bound */
+    int64_t max_rows;       /* decode rows in a step */
+    const char *isa, *cpus; /* of the CPU lane, as in hx_dev_opt */
+    int32_t n_threads;      /* of it; 0: one for each CPU */
+    hx_rates rates;         /* here_us > 0: these, instead of measured ones */
+} hx_store_opt;
+
+/* Distinct experts of all layers and steps so far, by who ran them, and bytes. */
+typedef struct {
+    int64_t steps, picks, here, link, lane, pushed, evicted;
+    uint64_t link_bytes, lane_bytes, push_bytes, stage_bytes;
+} hx_store_stats;
+
+typedef struct hx_store {
+    struct hx_model *model;
+    hx_dev *dev;
+    int64_t n_layer, n_expert, n_active, max_pick;
+    size_t record_bytes;  /* of one expert */
+    const uint8_t **home; /* [n_layer, E] its record in host memory; NULL: dense layer */
+    void *arena;          /* the records, where the checkpoint does not hold them so */
+    size_t arena_bytes;
+    void **pin; /* [n_pin] locked ranges */
+    int n_pin;
+    hx_lane *lane; /* NULL: none */
+    hx_rates rates;
+    hx_clock clock;       /* items: layer * E + expert */
+    hx_buf slots;         /* [n_slot] records in device memory */
+    hx_buf resident, at;  /* i32, hx_lease [n_layer, E] */
+    hx_buf here, there;   /* i32 [max_pick] */
+    hx_buf log;           /* i32 [n_layer, max_pick], seen by both */
+    struct hx_move *move; /* [MOVE_MAX] pushes on their way */
+    int n_move;
+    struct hx_stage *stage; /* prefill: two halves */
+    int32_t n_all_slot;     /* slots when none are lent */
+    int32_t *was, n_was; /* [2 E] tenants of lent slots; how many are still to return */
+    int lent_steps;      /* decode steps until lent slots are given back */
+    hx_store_stats stats;
+} hx_store;
+
+/* Takes over the routed experts of a model whose other weights lie on dev already; locks
+ * host memory, fills the slots, measures rates. Errors: HX_ENOMEM (with the arithmetic),
+ * HX_EUNSUP. */
+int hx_store_open(hx_store **out, struct hx_model *m, hx_dev *dev,
+                  const hx_store_opt *opt, hx_err *err);
+void hx_store_close(hx_store *s); /* NULL is fine; before the model and the device */
+/* Bytes that all routed experts take as records, and one of them. */
+uint64_t hx_store_bytes(const struct hx_model *m, size_t *record_bytes);
+
+/* Fills what a decode call of moe and combine need beside their own: runs op plan. */
+int hx_store_plan(hx_store *s, int64_t layer, int64_t rows, hx_buf id, hx_buf x,
+                  hx_moe_args *moe, hx_combine_args *combine, hx_err *err);
+/* Around a decode step: the lane polls in between. End counts, admits, moves; the step's
+ * results must have been read. HX_EDEVICE when the lane was late. */
+void hx_store_begin(hx_store *s);
+int hx_store_end(hx_store *s, int64_t rows, hx_err *err);
+/* Before moe of a prefill layer: long calls have the layer's experts brought to device
+ * memory one layer ahead. Fills moe->at. */
+int hx_store_prefill(hx_store *s, int64_t layer, int64_t rows, hx_moe_args *moe,
+                     hx_err *err);
+
+#endif
