@@ -73,6 +73,19 @@ cudaError_t hx_cuda_rows(const hx_cuda_job *job, const hx_cuda_shape *s,
 cudaError_t hx_cuda_jobs(const hx_cuda_job *jobs, const hx_cuda_shape *s,
                          const hx_cuda_work *w, cudaStream_t stream);
 
+/* Constants of MCG and 3INST: product, sum, kept bits. The last one is an argument too,
+ * as an instruction has room for one constant and the next step has another. */
+typedef struct {
+    uint32_t mul, add, keep;
+} hx_cuda_codebook;
+
+static inline hx_cuda_codebook hx_cuda_codebook_of(hx_codebook c)
+{
+    return c == HX_CB_MCG
+               ? hx_cuda_codebook { HX_EXL3_MCG, 0, 0x8FFF8FFFu }
+               : hx_cuda_codebook { HX_EXL3_3INST, HX_EXL3_3INST_ADD, 0x8FFF8FFFu };
+}
+
 /* ---- experts ------------------------------------------------------------ */
 
 typedef hx_lease_mat hx_cuda_mat;
@@ -90,11 +103,40 @@ typedef struct {
     hx_codebook codebook;
     float limit;
     int quads, bps_in, bps_out; /* as in hx_cuda_shape */
+    int n_expert;               /* looked at by hx_cuda_experts_many alone */
 } hx_cuda_moe;
 
 size_t hx_cuda_moe_bytes(const hx_cuda_moe *m, int n_sm);
 cudaError_t hx_cuda_experts(const hx_cuda_moe *m, const hx_cuda_work *w,
                             cudaStream_t stream);
+
+/* ---- many rows (cuda_gemm.cu) -------------------------------------------- */
+
+/* y[r, 0..n) = W x[r, 0..k) (+ bias), any format; the matrix is in device memory, the
+ * trellis 16-byte aligned, or in mapped host memory. Halves on the tensor cores, f32 sums;
+ * a row has the same bits in calls of any number of rows. */
+typedef struct {
+    const hx_mat *w;
+    const float *x;
+    float *y;
+    int64_t rows, ldx, ldy;
+    int block_rows; /* of a thread block, 64, 128 or 256; 0: choose. All give the same bits */
+} hx_cuda_many;
+
+/* Work memory that takes all rows at once; with less, but enough for one row (and of a
+ * plain format 128 outputs), they are taken in turns. */
+size_t hx_cuda_many_bytes(const hx_mat *w, int64_t rows);
+cudaError_t hx_cuda_rows_many(const hx_cuda_many *a, const hx_cuda_work *w,
+                              cudaStream_t stream);
+
+/* Routed experts in this arithmetic, any number of rows: y[r, a] of every id >= 0. Picks
+ * are sorted by expert on the device, up to 63 places lost an expert, and worked on in
+ * windows of so many places (a multiple of 256; 0: all); the largest that fits is taken.
+ * An expert's weights are read once for every 256 of its picks, and once more where
+ * windows meet. */
+size_t hx_cuda_experts_many_bytes(const hx_cuda_moe *m, int64_t window);
+cudaError_t hx_cuda_experts_many(const hx_cuda_moe *m, const hx_cuda_work *w,
+                                 cudaStream_t stream);
 
 /* Launches with the permission to start while the launch before it ends. */
 template <class... P, class... A>
@@ -152,6 +194,42 @@ __device__ static inline void hx_cuda_rotate(float v[4])
         }
     for (int i = 0; i < 4; i++)
         v[i] = v[i] * HX_CANON_ROOT;
+}
+
+/* Eight windows of 16 bits, those of stream positions 8 lane … 8 lane + 7 of a tile in
+ * shared memory. Positions that fit two words share them. A window that lies at a
+ * multiple of 8 in a word is taken by one byte permutation; another is moved there by a
+ * left shift, which the compiler may give to the multiplier. */
+template <int K2>
+__device__ static inline void hx_cuda_windows(const uint32_t *tile, int lane, uint32_t s[8])
+{
+    constexpr int words = 4 * K2;
+    constexpr int per = K2 == 14 ? 2 : K2 <= 6 || K2 == 8 ? 8 : 4;
+
+#pragma unroll
+    for (int g = 0; g < 8; g += per) {
+        const int end = ((8 * lane + g + per) * K2) >> 1; /* bit after the group's last */
+        const int w = (end - 1) >> 5, h = w == 0 ? words - 1 : w - 1;
+        const int sh = 31 - ((end - 1) & 31);
+        const uint32_t lo = tile[w], hi = tile[h], x = __funnelshift_r(lo, hi, sh);
+        const int far = (((g + per) * K2) >> 1) - (((g + 1) * K2) >> 1);
+        const int d = far > 16 ? far - 16 : 0; /* z: the group's first window on top */
+        const uint32_t z = far > 16 ? __funnelshift_r(lo, hi, sh + d) : x;
+
+#pragma unroll
+        for (int j = g; j < g + per; j++) {
+            const int down = (((g + per) * K2) >> 1) - (((j + 1) * K2) >> 1);
+
+            const bool on_z =
+                down > 16 || (down >= d && (down - d) % 8 == 0 && down % 8 != 0);
+            const int at = on_z ? down - d : down, left = -at & 7;
+
+            s[j] = __byte_perm((on_z ? z : x) << left, 0,
+                               at + left == 0   ? 0x4410
+                               : at + left == 8 ? 0x4421
+                                                : 0x4432);
+        }
+    }
 }
 
 /* Rotates and quantises a block of x * suh (canon.h, steps 1 and 2), four neighbours a

@@ -99,52 +99,10 @@ __device__ static inline void copy_wait(int n)
     }
 }
 
-/* Eight windows of 16 bits, those of stream positions 8 lane … 8 lane + 7 of a tile in
- * shared memory. Positions that fit two words share them. A window that lies at a
- * multiple of 8 in a word is taken by one byte permutation; another is moved there by a
- * left shift, which the compiler may give to the multiplier. */
-template <int K2>
-__device__ static inline void windows(const uint32_t *tile, int lane, uint32_t s[8])
-{
-    constexpr int words = 4 * K2;
-    constexpr int per = K2 == 14 ? 2 : K2 <= 6 || K2 == 8 ? 8 : 4;
-
-#pragma unroll
-    for (int g = 0; g < 8; g += per) {
-        const int end = ((8 * lane + g + per) * K2) >> 1; /* bit after the group's last */
-        const int w = (end - 1) >> 5, h = w == 0 ? words - 1 : w - 1;
-        const int sh = 31 - ((end - 1) & 31);
-        const uint32_t lo = tile[w], hi = tile[h], x = __funnelshift_r(lo, hi, sh);
-        const int far = (((g + per) * K2) >> 1) - (((g + 1) * K2) >> 1);
-        const int d = far > 16 ? far - 16 : 0; /* z: the group's first window on top */
-        const uint32_t z = far > 16 ? __funnelshift_r(lo, hi, sh + d) : x;
-
-#pragma unroll
-        for (int j = g; j < g + per; j++) {
-            const int down = (((g + per) * K2) >> 1) - (((j + 1) * K2) >> 1);
-
-            const bool on_z =
-                down > 16 || (down >= d && (down - d) % 8 == 0 && down % 8 != 0);
-            const int at = on_z ? down - d : down, left = -at & 7;
-
-            s[j] = __byte_perm((on_z ? z : x) << left, 0,
-                               at + left == 0   ? 0x4410
-                               : at + left == 8 ? 0x4421
-                                                : 0x4432);
-        }
-    }
-}
-
-/* Constants of MCG and 3INST: product, sum, kept bits. The last one is an argument too,
- * as an instruction has room for one constant and the next step has another. */
-struct codebook {
-    uint32_t mul, add, keep;
-};
-
 /* The weight of a state in the low 16 bits: the sum of an fp16 pair (fmt_exl3.h), whose
  * unit 2^-13 an fp32 has in its last place if 1.5 * 2^23 is added to 8192 times its
  * value. */
-__device__ static inline uint32_t half_weight(uint32_t state, codebook cb)
+__device__ static inline uint32_t half_weight(uint32_t state, hx_cuda_codebook cb)
 {
     const uint32_t y = ((state * cb.mul + cb.add) & cb.keep) ^ 0x3B603B60u;
     float f;
@@ -193,7 +151,7 @@ __device__ static inline void block_mul1(const place &at, int lane, int32_t c[RQ
         for (int tile = 0; tile < 2; tile++) {
             uint32_t s[8];
 
-            windows<K2>((const uint32_t *)(at.tiles + (8 * t + tile) * 16 * K2), lane, s);
+            hx_cuda_windows<K2>((const uint32_t *)(at.tiles + (8 * t + tile) * 16 * K2), lane, s);
             for (int i = 0; i < 8; i++)
                 s[i] *= HX_EXL3_MUL1;
             for (int rq = 0; rq < RQ; rq++) {
@@ -206,7 +164,7 @@ __device__ static inline void block_mul1(const place &at, int lane, int32_t c[RQ
 
 /* The same with weights 256 hi + lo, two rows of tiles in one mma. */
 template <int K2, int RQ>
-__device__ static inline void block_half(const place &at, int lane, codebook cb,
+__device__ static inline void block_half(const place &at, int lane, hx_cuda_codebook cb,
                                          int32_t lo[RQ][2][4], int32_t hi[RQ][2][4])
 {
 #pragma unroll 1
@@ -219,7 +177,7 @@ __device__ static inline void block_half(const place &at, int lane, codebook cb,
             for (int k = 0; k < 2; k++) {
                 uint32_t s[8];
 
-                windows<K2>((const uint32_t *)(at.tiles + (8 * (t + k) + tile) * 16 * K2),
+                hx_cuda_windows<K2>((const uint32_t *)(at.tiles + (8 * (t + k) + tile) * 16 * K2),
                             lane, s);
                 for (int h = 0; h < 2; h++) {
                     const uint32_t *p = s + 4 * h;
@@ -412,7 +370,7 @@ __device__ static inline void fetch_planes(const product &p, const hx_cuda_job *
 template <int K2, int RQ, bool HALF>
 __device__ static inline void
 multiply_quad(const product &p, const hx_cuda_job *j, int64_t block0, int mine,
-              const uint8_t *tiles, const uint8_t *planes, float *out, codebook cb)
+              const uint8_t *tiles, const uint8_t *planes, float *out, hx_cuda_codebook cb)
 {
     constexpr int tile_bytes = 16 * K2, slots = MOST_BPS(RQ) <= 2 ? 1 : 2;
     const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31, g = lane >> 2,
@@ -501,7 +459,7 @@ __device__ static inline void join_quads(const hx_cuda_job *j, const product &p,
  * quad. */
 template <int K2, int RQ, bool HALF>
 __global__ void __launch_bounds__(QUAD *MOST_QUADS(RQ, HALF), RQ == 1 ? 2 : 1)
-    exl3_rows(const __grid_constant__ product p, codebook cb)
+    exl3_rows(const __grid_constant__ product p, hx_cuda_codebook cb)
 {
     /* A 16-byte copy into shared memory that lies otherwise in its 128-byte line than its
      * source costs two requests a line: 22 GB/s from host memory, not 51 (H200). */
@@ -630,7 +588,6 @@ static cudaError_t launch(const product &p, const hx_cuda_shape *s, const hx_cud
                    HX_MAX((size_t)c.bps * per_block, rows * GROUP_COLS * sizeof(float));
     const dim3 grid((unsigned)(s->n_pad / GROUP_COLS), (unsigned)c.splits,
                     (unsigned)s->n_job);
-    const bool mcg = s->codebook == HX_CB_MCG;
     int dev, sm_bytes = 0;
     cudaError_t rc = cudaGetDevice(&dev);
 
@@ -649,8 +606,7 @@ static cudaError_t launch(const product &p, const hx_cuda_shape *s, const hx_cud
     return hx_cuda_launch(
         w->overlap && s->chained, exl3_rows<K2, RQ, HALF>, grid,
         dim3((unsigned)(QUAD * c.quads)), bytes, stream, p,
-        mcg ? codebook { HX_EXL3_MCG, 0, 0x8FFF8FFFu }
-            : codebook { HX_EXL3_3INST, HX_EXL3_3INST_ADD, 0x8FFF8FFFu });
+        hx_cuda_codebook_of(s->codebook));
 }
 
 template <int K2, bool HALF>

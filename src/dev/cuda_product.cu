@@ -492,10 +492,30 @@ static int exl3_matmul(hx_cuda *c, const hx_matmul_args *a, hx_err *err)
     return 0;
 }
 
+/* Prefill rows take the tensor cores, however few they are. */
+static int many_matmul(hx_cuda *c, const hx_matmul_args *a, hx_err *err)
+{
+    const hx_cuda_work w = work_of(c);
+    hx_cuda_many m = {};
+
+    m.w = a->w;
+    m.x = (const float *)a->x.p;
+    m.y = (float *)a->y.p;
+    m.rows = a->rows;
+    m.ldx = a->ldx;
+    m.ldy = a->ldy;
+    const cudaError_t rc = hx_cuda_rows_many(&m, &w, c->stream);
+    if (rc == cudaErrorInvalidValue)
+        return no_scratch(c, "matmul", err);
+    return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "matmul", rc);
+}
+
 extern "C" int hx_cuda_matmul(hx_dev *d, const hx_matmul_args *a, hx_err *err)
 {
     plain p = {};
 
+    if (a->prefill)
+        return many_matmul(hx_cuda_of(d), a, err);
     if (a->w->fmt == HX_FMT_EXL3)
         return exl3_matmul(hx_cuda_of(d), a, err);
     p.m = hx_plain_of(a->w);
@@ -754,6 +774,7 @@ static hx_cuda_moe experts_of(const hx_moe_args *a, const hx_cuda_expert *expert
     m.k2_down = x->down.k2;
     m.codebook = x->gate.codebook;
     m.limit = a->limit;
+    m.n_expert = (int)a->n_expert;
     return m;
 }
 
@@ -771,6 +792,25 @@ static bool experts_fit(const hx_cuda *c, const hx_moe_args *a, int64_t rows)
            2 * picks * HX_MAX(x->gate.n_pad, x->down.n_pad) / 128 <= c->n_ticket;
 }
 
+/* Prefill rows, in turns of which the picks can be counted. */
+static int many_experts(hx_cuda *c, const hx_moe_args *a, const hx_cuda_expert *expert,
+                        hx_err *err)
+{
+    const hx_cuda_work w = work_of(c);
+    const int64_t most = (1 << 24) / HX_MAX(a->active, 1);
+
+    for (int64_t r = 0; r < a->rows; r += most) {
+        const hx_cuda_moe m = experts_of(a, expert, r, HX_MIN(most, a->rows - r));
+        const cudaError_t rc = hx_cuda_experts_many(&m, &w, c->stream);
+
+        if (rc == cudaErrorInvalidValue)
+            return no_scratch(c, "moe", err);
+        if (rc != cudaSuccess)
+            return hx_cuda_fail(err, "moe", rc);
+    }
+    return 0;
+}
+
 extern "C" int hx_cuda_moe_op(hx_dev *d, const hx_moe_args *a, hx_err *err)
 {
     hx_cuda *c = hx_cuda_of(d);
@@ -784,6 +824,8 @@ extern "C" int hx_cuda_moe_op(hx_dev *d, const hx_moe_args *a, hx_err *err)
     else if ((rc = check_alike(a, err)) != 0 ||
              (rc = expert_table(c, a, &expert, err)) != 0)
         return rc;
+    if (a->prefill && a->rows > 0 && a->expert->gate.fmt == HX_FMT_EXL3)
+        return many_experts(c, a, expert, err);
     while (most > 0 && !experts_fit(c, a, most))
         most /= 2;
     if (most == 0 && a->rows > 0)
@@ -805,6 +847,26 @@ extern "C" int hx_cuda_moe_op(hx_dev *d, const hx_moe_args *a, hx_err *err)
 }
 
 /* ---- scratch --------------------------------------------------------- */
+
+/* The same for prefill: of a matrix of a plain format, which takes more, and of experts. */
+static void many_scratch(const hx_dev_limits *l, size_t *one, size_t *many)
+{
+    hx_mat mat = {};
+    hx_cuda_moe m = {};
+
+    mat.fmt = HX_FMT_F32;
+    mat.k = HX_MAX(l->max_k, 1);
+    mat.n = HX_CANON_BLOCK;
+    *one = HX_MAX(*one, hx_cuda_many_bytes(&mat, 1));
+    mat.n = HX_MAX(l->max_n, mat.k);
+    *many = HX_MAX(*many, hx_cuda_many_bytes(&mat, HX_MAX(l->max_rows, 1)));
+    m.rows = (int)HX_MAX(l->max_rows, 1);
+    m.active = (int)HX_MAX(l->max_active, 1);
+    m.n_expert = (int)HX_MAX(l->max_expert, 1);
+    m.d = m.f = m.d_pad = m.f_pad = hx_ceil_div(mat.k, HX_CANON_BLOCK) * HX_CANON_BLOCK;
+    *one = HX_MAX(*one, hx_cuda_experts_many_bytes(&m, 256));
+    *many = HX_MAX(*many, hx_cuda_experts_many_bytes(&m, 0));
+}
 
 /* Enough for one row of the largest product; more rows at once up to some 256 MiB. */
 size_t hx_cuda_product_scratch_bytes(const hx_dev_limits *l, int n_sm)
@@ -829,5 +891,6 @@ size_t hx_cuda_product_scratch_bytes(const hx_dev_limits *l, int n_sm)
     one = HX_MAX(one, hx_cuda_moe_bytes(&m, n_sm));
     m.rows = (int)HX_MAX(HX_MIN(l->max_rows, MAX_PICKS / active), 1);
     many = HX_MAX(many, hx_cuda_moe_bytes(&m, n_sm));
+    many_scratch(l, &one, &many);
     return HX_MAX(one, HX_MIN(many, some));
 }
