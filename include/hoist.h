@@ -82,8 +82,12 @@ typedef struct {
 
     /* a GPU beside host memory */
     const char *mode; /* NULL or "auto": every lane; "gpu-only": no expert on the CPU */
-    uint64_t vram_bytes; /* GPU memory to use; 0: what is free */
-    uint64_t ram_bytes;  /* host memory to use; 0: what this process may */
+    uint64_t vram_bytes; /* GPU memory to use; 0: what is free. On the device cpu: an
+                          * arena that stands for it, to see what a GPU would do */
+    uint64_t ram_bytes;  /* host memory that experts may take; 0: what this process may */
+    float expert_us[5];  /* instead of measured costs, where the first is not 0: an expert
+                          * in GPU memory, over the link, on the CPU, there each row more
+                          * (0 us on the CPU: none there), and the post to it */
 
     /* kept prefixes */
     hx_prefix prefix;
@@ -298,6 +302,20 @@ typedef struct {
 } hx_status;
 
 void hx_get_status(hx_engine *e, hx_status *out);
+
+/* Routed experts beside a GPU that cannot hold them all; zeros elsewhere. Counts are
+ * distinct experts of a layer and step, in decode steps; bytes follow from them. */
+typedef struct {
+    int32_t n_slot, n_expert; /* places in GPU memory; experts of all layers */
+    uint64_t expert_bytes;    /* of one */
+    double us[5];             /* costs, as hx_options.expert_us */
+    int64_t steps, picks;     /* picks: before any is shared */
+    int64_t here, link, lane; /* read in GPU memory, over the link, computed on the CPU */
+    int64_t pushed, evicted;
+    uint64_t push_bytes, stage_bytes; /* copied for decode, and for prompts */
+} hx_experts;
+
+void hx_get_experts(hx_engine *e, hx_experts *out);
 int64_t hx_metrics(hx_engine *e, char *out, int64_t cap); /* Prometheus text */
 void hx_on_log(void (*fn)(void *ud, int level, const char *line), void *ud);
 int64_t hx_now_us(void); /* monotonic */

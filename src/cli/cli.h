@@ -14,7 +14,8 @@ typedef struct {
     const char *prompt, *ids, *out, *positions, *json;
     const char *host, *api_key, *served_name, *cors, *device, *isa, *cpus, *kv;
     int64_t port, ctx, threads, streams, queue, n, seed;
-    uint64_t cache;
+    uint64_t cache, vram, ram;
+    const char *mode, *expert_us;
     double temp;
     bool has_temp, has_seed, raw, tensors, verify, official, help;
 } hx_cli;

@@ -87,6 +87,16 @@ static const option options[] = {
     { "--device", "NAME",
       "cpu, cuda, cuda:N, or ref: the double-precision reference, slow (cpu)", OPT_STR,
       AT(device), 0, ENGINE, 0, 0 },
+    { "--vram", "SIZE", "GPU memory to use (what is free)", OPT_SIZE, AT(vram), 0, ENGINE,
+      0, 0 },
+    { "--ram", "SIZE", "host memory that experts may take (what this process may use)",
+      OPT_SIZE, AT(ram), 0, ENGINE, 0, 0 },
+    { "--mode", "auto|gpu-only", "with or without experts on the CPU beside a GPU (auto)",
+      OPT_STR, AT(mode), 0, ENGINE, 0, 0 },
+    { "--expert-us", "A,B,C,D,E",
+      "costs of an expert instead of measured ones: in GPU memory, over the link, on the "
+      "CPU, there each row more, the post to it",
+      OPT_STR, AT(expert_us), 0, ENGINE, 0, 0 },
     { "-p", "TEXT", "the prompt", OPT_STR, AT(prompt), 0, RUN, 0, 0 },
     { "-n", "N", "most tokens to generate", OPT_INT, AT(n), 0, RUN | CHAT | BENCH, 1,
       INT32_MAX },
@@ -395,12 +405,24 @@ int cli_open_engine(hx_engine **out, const hx_cli *c, hx_load_fn *also, void *ud
                        .max_streams = (int32_t)c->streams,
                        .max_queue = c->queue,
                        .cache_bytes = c->cache,
+                       .mode = c->mode,
+                       .vram_bytes = c->vram,
+                       .ram_bytes = c->ram,
                        .on_load = on_load,
                        .on_load_ud = &view };
     hx_err err = { 0 };
 
     if (c->kv != NULL && strcmp(c->kv, "f32") == 0)
         opt.kv = HX_KV_F32;
+    if (c->expert_us != NULL &&
+        sscanf(c->expert_us, "%f,%f,%f,%f,%f", &opt.expert_us[0], &opt.expert_us[1],
+               &opt.expert_us[2], &opt.expert_us[3], &opt.expert_us[4]) != 5) {
+        fprintf(stderr,
+                "hoist: --expert-us: \"%.60s\", expected five numbers like "
+                "2,190,240,60,20\n",
+                c->expert_us);
+        return 2;
+    }
     if (hx_open(out, &opt, &err) != 0)
         return cli_fail(&err);
     return 0;

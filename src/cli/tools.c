@@ -292,6 +292,41 @@ static int run_streams(hx_engine *e, const hx_info *info, uint64_t seed, int str
 
 #define REPEATS 5
 
+/* Where experts ran in steps of a measured run, beside the least time that their misses
+ * need at the measured costs, all lanes busy all the time. */
+static void figure_lanes(report *out, const hx_experts *a, const hx_experts *b,
+                         const char *what, double seconds)
+{
+    const double steps = (double)(b->steps - a->steps);
+    const struct {
+        const char *name;
+        double v;
+        const char *unit;
+    } rows[] = {
+        { "distinct experts",
+          (double)(b->here + b->link + b->lane - a->here - a->link - a->lane) / steps,
+          "a step" },
+        { "in GPU memory", (double)(b->here - a->here) / steps, "a step" },
+        { "over the link", (double)(b->link - a->link) / steps, "a step" },
+        { "on the CPU", (double)(b->lane - a->lane) / steps, "a step" },
+        { "moved in", (double)(b->pushed - a->pushed) / steps, "a step" },
+        { "link, read in place",
+          (double)(b->link - a->link) * (double)b->expert_bytes / seconds / 1e9, "GB/s" },
+        { "step", seconds / steps * 1e3, "ms" },
+        { "step, misses at measured costs",
+          ((double)(b->link + b->lane - a->link - a->lane) / steps) /
+              (1 / b->us[1] + (b->us[2] > 0 ? 1 / b->us[2] : 0)) / 1e3,
+          "ms" },
+    };
+
+    for (size_t i = 0; steps > 0 && i < HX_LEN(rows); i++) {
+        char name[96];
+
+        snprintf(name, sizeof name, "%s: %s", what, rows[i].name);
+        figure(out, name, rows[i].v, rows[i].unit);
+    }
+}
+
 static int bench_decode(hx_engine *e, const hx_cli *c, report *out, hx_err *err)
 {
     static const int streams[] = { 1, 2, 4, 8 };
@@ -303,9 +338,11 @@ static int bench_decode(hx_engine *e, const hx_cli *c, report *out, hx_err *err)
     hx_get_info(e, &info);
     for (size_t i = 0; i < HX_LEN(streams) && streams[i] <= info.max_streams; i++) {
         double rate[REPEATS], first, rest;
+        hx_experts before, after;
         char name[64];
 
         for (int k = -1; k < REPEATS; k++) { /* the first run warms up */
+            hx_get_experts(e, &before);
             if ((rc = run_streams(e, &info, seed + (uint64_t)k, streams[i], 32, n_new,
                                   &first, &rest, err)) != 0)
                 return rc;
@@ -319,6 +356,10 @@ static int bench_decode(hx_engine *e, const hx_cli *c, report *out, hx_err *err)
                  streams[i] > 1 ? "s" : "");
         figure(out, name, (rate[REPEATS - 1] - rate[0]) / median(rate, REPEATS) * 100,
                "%");
+        hx_get_experts(e, &after);
+        snprintf(name, sizeof name, "%d stream%s", streams[i], streams[i] > 1 ? "s" : "");
+        if (after.n_slot > 0)
+            figure_lanes(out, &before, &after, name, rest);
     }
     return 0;
 }

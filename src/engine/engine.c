@@ -243,13 +243,16 @@ static int memory_left(hx_engine *e, const hx_options *opt, uint64_t *left, hx_e
  * for device memory. */
 static int open_experts(hx_engine *e, const hx_options *opt, hx_err *err)
 {
-    hx_store_opt store = { .slot_bytes = opt->vram_bytes,
-                           .ram_bytes =
-                               opt->ram_bytes != 0 ? opt->ram_bytes : hx_sys_mem_bytes(),
-                           .max_rows = e->info.max_streams,
-                           .isa = hx_dev_is_host(e->dev) ? opt->cpu_isa : NULL,
-                           .cpus = opt->cpus,
-                           .n_threads = opt->n_threads };
+    hx_store_opt store = {
+        .slot_bytes = opt->vram_bytes,
+        .ram_bytes = opt->ram_bytes != 0 ? opt->ram_bytes : hx_sys_mem_bytes(),
+        .max_rows = e->info.max_streams,
+        .isa = hx_dev_is_host(e->dev) ? opt->cpu_isa : NULL,
+        .cpus = opt->cpus,
+        .n_threads = opt->n_threads,
+        .rates = { opt->expert_us[0], opt->expert_us[1], opt->expert_us[2],
+                   opt->expert_us[3], opt->expert_us[4] }
+    };
     uint64_t need;
     int rc;
 
@@ -935,6 +938,13 @@ int hx_score(hx_engine *e, const hx_score_args *a, hx_err *err)
 }
 
 /* ---- observation ------------------------------------------------------ */
+
+void hx_get_experts(hx_engine *e, hx_experts *out)
+{
+    pthread_mutex_lock(&e->lock);
+    *out = e->experts;
+    pthread_mutex_unlock(&e->lock);
+}
 
 void hx_get_status(hx_engine *e, hx_status *out)
 {

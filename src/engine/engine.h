@@ -130,6 +130,7 @@ struct hx_engine {
     int64_t n_waiting, n_running;
     bool closing;
     int64_t steps;
+    hx_experts experts; /* of the store, as of the last step */
 
     /* the engine thread's */
     hx_stream **wait; /* [max_queue] by priority, then arrival */

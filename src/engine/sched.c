@@ -699,6 +699,8 @@ void *hx_sched_run(void *arg)
         hx_count(HX_C_step_busy_us_total, hx_now_us() - start);
         pthread_mutex_lock(&e->lock);
         e->steps++;
+        if (e->model->store != NULL)
+            hx_store_report(e->model->store, &e->experts);
         pthread_mutex_unlock(&e->lock);
     }
     while (e->n_run > 0)

@@ -374,7 +374,7 @@ static int warm(hx_store *s, hx_err *err)
     if ((rc = hx_dev_get(s->dev, &(int32_t) { 0 }, s->resident, 4, err)) != 0)
         return rc;
     rc = settle(s, err);
-    s->stats = (hx_store_stats) { 0 };
+    s->stats = (hx_experts) { 0 };
     return rc;
 }
 
@@ -382,7 +382,7 @@ static int warm(hx_store *s, hx_err *err)
 
 /* Memory for calls that only take time. */
 typedef struct {
-    hx_buf x, y, base;
+    hx_buf x, y, base, id;
     int64_t layer; /* one with experts */
 } trial;
 
@@ -432,7 +432,7 @@ static int time_round(hx_store *s, const trial *t, const int32_t *id, double *us
                           .rows = 1,
                           .active = s->n_active,
                           .dim = s->model->desc.width };
-    int rc = hx_dev_put(s->dev, t->y, id, (size_t)s->n_active * sizeof *id, err);
+    int rc = hx_dev_put(s->dev, t->id, id, (size_t)s->n_active * sizeof *id, err);
 
     s->rates = (hx_rates) { .link_us = 1e6f, .lane_us = 1 };
     *us = 1e12;
@@ -440,7 +440,7 @@ static int time_round(hx_store *s, const trial *t, const int32_t *id, double *us
     for (int i = 0; i < TRIES && rc == 0; i++) {
         const int64_t start = hx_now_us();
 
-        if ((rc = hx_store_plan(s, t->layer, 1, t->y, t->x, &moe, &c, err)) == 0 &&
+        if ((rc = hx_store_plan(s, t->layer, 1, t->id, t->x, &moe, &c, err)) == 0 &&
             (rc = hx_op_combine(s->dev, &c, err)) == 0 && (rc = wait_device(s, err)) == 0)
             *us = HX_MIN(*us, (double)(hx_now_us() - start));
     }
@@ -511,6 +511,8 @@ static int measure(hx_store *s, hx_err *err)
         return 0;
     if ((rc = hx_dev_alloc(s->dev, &t.x, row, err)) == 0 &&
         (rc = hx_dev_alloc(s->dev, &t.base, row, err)) == 0 &&
+        (rc = hx_dev_alloc(s->dev, &t.id, (size_t)s->n_active * sizeof(int32_t), err)) ==
+            0 &&
         (rc = hx_dev_alloc(s->dev, &t.y, (size_t)HX_MAX(s->n_active, 64) * row, err)) ==
             0 &&
         (rc = time_each(s, &t, true, &s->rates.here_us, err)) == 0 &&
@@ -519,13 +521,13 @@ static int measure(hx_store *s, hx_err *err)
     hx_dev_free(s->dev, &t.x);
     hx_dev_free(s->dev, &t.base);
     hx_dev_free(s->dev, &t.y);
+    hx_dev_free(s->dev, &t.id);
     hx_log(HX_LOG_INFO,
            "experts: %d of %lld in device memory; one costs %.0f us there, %.0f over the "
            "link, %.0f + %.0f a row on the CPU, %.0f to post",
-           s->n_all_slot,
-           (long long)(hx_store_bytes(s->model, &(size_t) { 0 }) / s->record_bytes),
-           (double)s->rates.here_us, (double)s->rates.link_us, (double)s->rates.lane_us,
-           (double)s->rates.row_us, (double)s->rates.post_us);
+           s->n_all_slot, (long long)(s->n_moe * s->n_expert), (double)s->rates.here_us,
+           (double)s->rates.link_us, (double)s->rates.lane_us, (double)s->rates.row_us,
+           (double)s->rates.post_us);
     return rc;
 }
 
@@ -583,8 +585,6 @@ static void count_layer(hx_store *s, int64_t layer, int64_t picks, int64_t *want
         if (again || id >= s->n_expert || side > HX_SIDE_LANE)
             continue;
         ++*by_side[side];
-        s->stats.link_bytes += side == HX_SIDE_LINK ? s->record_bytes : 0;
-        s->stats.lane_bytes += side == HX_SIDE_LANE ? s->record_bytes : 0;
         hx_clock_touch(&s->clock, item);
         if (s->clock.slot[item] < 0 && *n_wanted < MOVE_MAX)
             wanted[(*n_wanted)++] = item;
@@ -758,6 +758,21 @@ int hx_store_end(hx_store *s, int64_t rows, hx_err *err)
     return admit(s, wanted, n, err);
 }
 
+void hx_store_report(const hx_store *s, hx_experts *out)
+{
+    const hx_rates *r = &s->rates;
+
+    *out = s->stats;
+    out->n_slot = s->n_all_slot;
+    out->n_expert = s->n_moe * (int32_t)s->n_expert;
+    out->expert_bytes = s->record_bytes;
+    out->us[0] = (double)r->here_us;
+    out->us[1] = (double)r->link_us;
+    out->us[2] = (double)r->lane_us;
+    out->us[3] = (double)r->row_us;
+    out->us[4] = (double)r->post_us;
+}
+
 /* ---- open and close ------------------------------------------------------------------ */
 
 static int check(const hx_store *s, const hx_store_opt *opt, uint64_t bytes, hx_err *err)
@@ -869,6 +884,8 @@ int hx_store_open(hx_store **out, hx_model *m, hx_dev *dev, const hx_store_opt *
     s->n_expert = d->n_expert;
     s->n_active = d->n_active;
     s->max_pick = opt->max_rows * d->n_active;
+    for (int64_t l = 0; l < d->n_layer; l++)
+        s->n_moe += m->layer[l].ffn == HX_FFN_MOE;
     const uint64_t bytes = hx_store_bytes(m, &s->record_bytes);
     const uint64_t all = bytes / HX_MAX(s->record_bytes, 1);
     s->n_all_slot = (int32_t)HX_MIN(opt->slot_bytes / HX_MAX(s->record_bytes, 1), all);
@@ -891,7 +908,7 @@ int hx_store_open(hx_store **out, hx_model *m, hx_dev *dev, const hx_store_opt *
     if ((rc = warm(s, err)) != 0)
         goto fail;
     s->rates = opt->rates;
-    if (!(opt->rates.link_us > 0) && (rc = measure(s, err)) != 0)
+    if (!(opt->rates.here_us > 0) && (rc = measure(s, err)) != 0)
         goto fail;
     hx_pool_close(pool);
     *out = s;

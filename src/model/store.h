@@ -23,16 +23,11 @@ typedef struct {
     hx_rates rates;         /* here_us > 0: these, instead of measured ones */
 } hx_store_opt;
 
-/* Distinct experts of all layers and steps so far, by who ran them, and bytes. */
-typedef struct {
-    int64_t steps, picks, here, link, lane, pushed, evicted;
-    uint64_t link_bytes, lane_bytes, push_bytes, stage_bytes;
-} hx_store_stats;
-
 typedef struct hx_store {
     struct hx_model *model;
     hx_dev *dev;
     int64_t n_layer, n_expert, n_active, max_pick;
+    int32_t n_moe;        /* layers with experts */
     size_t record_bytes;  /* of one expert */
     const uint8_t **home; /* [n_layer, E] its record in host memory; NULL: dense layer */
     void *arena;          /* the records, where the checkpoint does not hold them so */
@@ -52,7 +47,7 @@ typedef struct hx_store {
     int32_t n_all_slot;     /* slots when none are lent */
     int32_t *was, n_was; /* [2 E] tenants of lent slots; how many are still to return */
     int lent_steps;      /* decode steps until lent slots are given back */
-    hx_store_stats stats;
+    hx_experts stats;
 } hx_store;
 
 /* Takes over the routed experts of a model whose other weights lie on dev already; locks
@@ -71,6 +66,7 @@ int hx_store_plan(hx_store *s, int64_t layer, int64_t rows, hx_buf id, hx_buf x,
  * results must have been read. HX_EDEVICE when the lane was late. */
 void hx_store_begin(hx_store *s);
 int hx_store_end(hx_store *s, int64_t rows, hx_err *err);
+void hx_store_report(const hx_store *s, hx_experts *out);
 /* Before moe of a prefill layer: long calls have the layer's experts brought to device
  * memory one layer ahead. Fills moe->at. */
 int hx_store_prefill(hx_store *s, int64_t layer, int64_t rows, hx_moe_args *moe,

@@ -1,0 +1,273 @@
+/* store_test.c - where an expert runs is never visible: logits of the demo model through
+ * the expert store, with each lane forced and mixed, with slots for none to most of the
+ * experts, cold and warm, alone and beside others, on every instruction set, equal those
+ * of the model without a store bit for bit. And what the store counts. */
+#include <stdarg.h>
+#include <stddef.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <cmocka.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "dev/cpu.h"
+#include "dev/lane.h"
+#include "hoist.h"
+
+#define MODEL "models/demo-exl3"
+
+enum { N_NEW = 24, N_STREAM = 3, N_TOP = 8 };
+
+static const char *const prompts[N_STREAM] = {
+    "[gMASK]<sop><|user|>What is the capital of ", "The sheep went over", "1 2 3 4 5 6"
+};
+
+typedef struct {
+    int32_t token[N_NEW];
+    float logprob[N_NEW];
+    hx_choice top[N_NEW][N_TOP];
+} answer;
+
+static void read_answer(hx_stream *s, answer *out)
+{
+    hx_event ev = { 0 };
+    int n = 0;
+
+    while (ev.kind != HX_EV_DONE) {
+        assert_int_equal(hx_next(s, &ev, 60000), 1);
+        if (ev.kind == HX_EV_ERROR)
+            fail_msg("%s", ev.err.msg);
+        for (int i = 0; i < ev.n_tokens && n < N_NEW; i++, n++) {
+            out->token[n] = ev.tokens[i];
+            out->logprob[n] = ev.logprob[i];
+            memcpy(out->top[n], ev.top + i * N_TOP, sizeof out->top[n]);
+        }
+    }
+    assert_int_equal(n, N_NEW);
+    hx_stream_free(s);
+}
+
+static hx_stream *ask(hx_engine *e, int which)
+{
+    int32_t ids[64];
+    hx_stream *s;
+    hx_err err;
+    const hx_str text = { prompts[which], strlen(prompts[which]) };
+    const int64_t n = hx_tokenize(e, text, true, ids, 64);
+    const hx_request r = { .tokens = ids,
+                           .n_tokens = n,
+                           .max_new = N_NEW,
+                           .temperature = 0.8f,
+                           .seed = 11,
+                           .ignore_eos = true,
+                           .want_logprobs = true,
+                           .n_top = N_TOP };
+
+    if (hx_submit(e, &r, &s, &err) != 0)
+        fail_msg("%s", err.msg);
+    return s;
+}
+
+/* Two rounds: each prompt by itself, then all at once. */
+static void answers(hx_engine *e, answer *out)
+{
+    hx_stream *s[N_STREAM];
+
+    memset(out, 0, 2 * N_STREAM * sizeof *out);
+    for (int i = 0; i < N_STREAM; i++)
+        read_answer(ask(e, i), &out[i]);
+    for (int i = 0; i < N_STREAM; i++)
+        s[i] = ask(e, i);
+    for (int i = 0; i < N_STREAM; i++)
+        read_answer(s[i], &out[N_STREAM + i]);
+}
+
+static hx_engine *open_with(const hx_options *opt)
+{
+    hx_options o = *opt;
+    hx_engine *e;
+    hx_err err;
+
+    o.model_dir = MODEL;
+    o.ctx_tokens = 1024;
+    if (o.n_threads == 0)
+        o.n_threads = 2;
+    if (hx_open(&e, &o, &err) != 0)
+        fail_msg("%s", err.msg);
+    return e;
+}
+
+static void test_tiers(void **state)
+{
+    static const struct {
+        const char *name;
+        hx_options opt;
+        hx_side only; /* that runs what is not resident; HERE: both do where costs are
+                       * given, either where they are measured */
+    } ways[] = {
+        { "no slot, all over the link",
+          { .vram_bytes = 1, .expert_us = { 1, 1, 0, 0, 0 } },
+          HX_SIDE_LINK },
+        { "no slot, all on the lane",
+          { .vram_bytes = 1, .expert_us = { 1, 1e6f, 1, 0, 0 } },
+          HX_SIDE_LANE },
+        { "no slot, shared out",
+          { .vram_bytes = 1, .expert_us = { 1, 10, 10, 1, 0 } },
+          HX_SIDE_HERE },
+        { "some slots, shared out",
+          { .vram_bytes = 400000, .expert_us = { 1, 10, 12, 4, 5 } },
+          HX_SIDE_HERE },
+        { "some slots, gpu-only",
+          { .vram_bytes = 400000, .mode = "gpu-only" },
+          HX_SIDE_LINK },
+        { "some slots, measured", { .vram_bytes = 400000 }, HX_SIDE_HERE },
+        { "most slots, all on the lane",
+          { .vram_bytes = 1000000, .expert_us = { 1, 1e6f, 1, 0, 0 } },
+          HX_SIDE_LANE },
+        { "scalar, lane too",
+          { .vram_bytes = 400000, .cpu_isa = "scalar", .expert_us = { 1, 10, 10, 1, 0 } },
+          HX_SIDE_HERE },
+    };
+    answer want[2 * N_STREAM], got[2 * N_STREAM];
+    hx_engine *e = open_with(&(hx_options) { 0 });
+
+    (void)state;
+    answers(e, want);
+    hx_close(e);
+    for (int i = 0; i < N_STREAM; i++)
+        assert_memory_equal(&want[i], &want[N_STREAM + i], sizeof *want);
+    for (size_t w = 0; w < HX_LEN(ways); w++) {
+        hx_experts x;
+
+        e = open_with(&ways[w].opt);
+        answers(e, got);
+        hx_get_experts(e, &x);
+        print_message(
+            "           %-28s %3d of %d slots, steps %lld: %lld here, %lld link, "
+            "%lld lane, %lld moved in\n",
+            ways[w].name, x.n_slot, x.n_expert, (long long)x.steps, (long long)x.here,
+            (long long)x.link, (long long)x.lane, (long long)x.pushed);
+        if (memcmp(want, got, sizeof want) != 0)
+            fail_msg("%s: another answer", ways[w].name);
+        assert_true(x.steps >= 3 * (N_NEW - 1) + N_NEW - 1);
+        assert_true(x.here + x.link + x.lane <= x.picks);
+        const bool given = ways[w].opt.expert_us[0] > 0;
+        assert_true(!given || ways[w].only == HX_SIDE_LINK || x.lane > 0);
+        assert_true(!given || ways[w].only == HX_SIDE_LANE || x.link > 0);
+        assert_true(ways[w].only != HX_SIDE_LINK || x.lane == 0);
+        assert_true(ways[w].only != HX_SIDE_LANE || x.link == 0);
+        assert_true((x.n_slot > 0) == (x.here > 0));
+        hx_close(e);
+    }
+}
+
+/* Wishes that cannot be met are refused with both numbers. */
+static void test_refusals(void **state)
+{
+    const struct {
+        hx_options opt;
+        int code;
+        const char *words;
+    } bad[] = {
+        { { .vram_bytes = 1, .ram_bytes = 1000 }, HX_ENOMEM, "raise --ram" },
+        { { .vram_bytes = 1, .mode = "cpu" }, HX_EARG, "auto and gpu-only" },
+    };
+
+    (void)state;
+    for (size_t i = 0; i < HX_LEN(bad); i++) {
+        hx_options o = bad[i].opt;
+        hx_engine *e;
+        hx_err err;
+
+        o.model_dir = MODEL;
+        o.ctx_tokens = 256;
+        assert_int_equal(hx_open(&e, &o, &err), bad[i].code);
+        assert_non_null(strstr(err.msg, bad[i].words));
+    }
+}
+
+/* ---- the lane by itself -------------------------------------------------- */
+
+/* A job that is not answered in time is an error, and the next one is fine. */
+static void test_deadline(void **state)
+{
+    enum { D = 512, F = 512, E = 2 };
+    const hx_dev_opt cpu = { .name = "cpu",
+                             .n_threads = 1,
+                             .limits = { .max_rows = 1,
+                                         .max_k = D,
+                                         .max_n = D,
+                                         .max_active = 1,
+                                         .max_expert = E } };
+    float *w = calloc((size_t)D * F, sizeof *w), x[D] = { 1 }, y[D];
+    const hx_mat m = { .fmt = HX_FMT_F32, .n = F, .k = D, .w = w };
+    const hx_expert experts[E] = { { m, m, m }, { m, m, m } }, *layers[] = { experts };
+    int32_t id[] = { 1 }, here[1], there[1], log[1], resident[E] = { -1, -1 };
+    float base[D] = { 0 }, part[D] = { 0 }, weight[] = { 1 };
+    hx_dev *dev;
+    hx_err err;
+
+    (void)state;
+    for (int late = 1; late >= 0; late--) {
+        hx_lane_opt opt = { .expert = layers,
+                            .n_layer = 1,
+                            .n_expert = E,
+                            .active = 1,
+                            .max_rows = 1,
+                            .dim = D,
+                            .deadline_us = late ? 1 : 5000000 };
+        hx_lane *lane;
+
+        assert_int_equal(hx_dev_open(&dev, &cpu, &err), 0);
+        assert_int_equal(hx_dev_open(&opt.cpu, &cpu, &err), 0);
+        opt.dev = dev;
+        assert_int_equal(hx_lane_open(&lane, &opt, &err), 0);
+        const hx_plan_args plan = { .here = { here, 4 },
+                                    .there = { there, 4 },
+                                    .log = { log, 4 },
+                                    .id = { id, 4 },
+                                    .x = { x, sizeof x },
+                                    .resident = { resident, sizeof resident },
+                                    .lane = lane,
+                                    .rows = 1,
+                                    .active = 1,
+                                    .n_expert = E,
+                                    .dim = D,
+                                    .rates = { 1, 1e6f, 1, 0, 0 } };
+        const hx_combine_args combine = { .y = { y, sizeof y },
+                                          .base = { base, sizeof base },
+                                          .part = { part, sizeof part },
+                                          .weight = { weight, 4 },
+                                          .there = { there, 4 },
+                                          .lane = lane,
+                                          .rows = 1,
+                                          .active = 1,
+                                          .dim = D };
+
+        if (!late)
+            hx_lane_awake(lane);
+        assert_int_equal(hx_op_plan(dev, &plan, &err), 0);
+        assert_int_equal(here[0], -1);
+        assert_int_equal(there[0], 1);
+        assert_int_equal(log[0], 1 | HX_SIDE_LANE << 24);
+        assert_int_equal(hx_op_combine(dev, &combine, &err), 0);
+        assert_int_equal(hx_lane_late(lane, &err), late ? HX_EDEVICE : 0);
+        if (late)
+            assert_non_null(strstr(err.msg, "no answer within"));
+        assert_int_equal(hx_lane_late(lane, &err), 0);
+        hx_lane_close(lane);
+        hx_dev_close(dev);
+    }
+    free(w);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_tiers),
+        cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_deadline),
+    };
+
+    return cmocka_run_group_tests_name("store", tests, NULL, NULL);
+}
