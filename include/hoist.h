@@ -120,7 +120,8 @@ typedef struct {
     float temperature, top_p; /* the model's own defaults */
     int32_t top_k;            /* 0 is all */
     uint64_t n_param, weight_bytes, cache_bytes, work_bytes;
-    const char *device; /* "cpu (avx2, 2 threads)" */
+    uint64_t device_bytes; /* of the device's memory, routed experts left out */
+    const char *device;    /* "cpu (avx2, 2 threads)" */
 } hx_info;
 
 /* Opens a model. Errors: HX_EARG, HX_EFORMAT (names file and tensor), HX_EIO,

@@ -256,6 +256,7 @@ static int open_experts(hx_engine *e, const hx_options *opt, hx_err *err)
     uint64_t need;
     int rc;
 
+    e->info.device_bytes = e->dev->used_bytes;
     if ((rc = store_mode(opt->mode, &store.mode, err)) != 0 ||
         (rc = hx_model_place_bytes(e->model, HX_PLACE_ROUTED, &need, err)) != 0 ||
         need == 0)

@@ -23,6 +23,8 @@ struct hx_graph {
     int64_t next;                    /* layer that comes next */
     hx_dev_graph *step[HX_SPAN_MAX]; /* recorded decode steps, by rows - 1 */
     bool ran[HX_SPAN_MAX];           /* once as it is: what comes up at first is there */
+    hx_buf drawn;                    /* see hx_layer_call */
+    int32_t *draw;                   /* [n_layer, R, A] the same on the host */
 };
 
 /* Widths, in floats per row, of the workspace's scratch buffers. */
@@ -103,6 +105,61 @@ static int take_all(hx_graph *g, int64_t max_ctx, hx_err *err)
     return 0;
 }
 
+static int take_drawn(hx_graph *g, hx_err *err)
+{
+    const hx_desc *d = &g->model->desc;
+    const int64_t n = d->n_layer * g->max_rows * d->n_active;
+
+    if ((g->draw = hx_new(int32_t, n)) == NULL)
+        return hx_fail(err, HX_ENOMEM, "graph: no memory for drawn picks");
+    return hx_dev_alloc(g->dev, &g->drawn, (size_t)n * sizeof(int32_t), err);
+}
+
+/* Distinct experts of a layer by their shares; at: number of the first draw. */
+static void draw_picks(const float *share, int64_t n_expert, int32_t *pick, int64_t n,
+                       uint64_t seed, uint64_t at)
+{
+    for (int64_t i = 0; i < n;) {
+        const double x = hx_rng_unit(seed, at++);
+        int64_t lo = 0, hi = n_expert - 1;
+        bool again = false;
+
+        while (lo < hi) { /* the first whose sum exceeds x */
+            const int64_t mid = (lo + hi) / 2;
+
+            if ((double)share[mid] > x)
+                hi = mid;
+            else
+                lo = mid + 1;
+        }
+        for (int64_t o = 0; o < i && !again; o++)
+            again = pick[o] == lo;
+        pick[i] = (int32_t)lo;
+        i += !again;
+    }
+}
+
+/* Picks of a synthetic model's decode rows: each row's by itself, from its slot and
+ * position. */
+static int draw_all(hx_graph *g, const hx_batch *b, hx_err *err)
+{
+    const hx_desc *d = &g->model->desc;
+    const int64_t rows = b->rows.n_row, a = d->n_active;
+
+    for (int64_t l = 0; l < d->n_layer; l++)
+        for (int32_t i = 0; i < b->rows.n_span && d->ffn[l] == HX_FFN_MOE; i++) {
+            const hx_span s = b->rows.span[i];
+
+            for (int32_t r = 0; r < s.n_row; r++)
+                draw_picks(g->model->share + l * d->n_expert, d->n_expert,
+                           g->draw + (l * rows + s.row0 + r) * a, a,
+                           (uint64_t)(l * 1000 + s.slot), (uint64_t)(s.pos0 + r) << 16);
+        }
+    g->call.drawn = g->drawn;
+    return hx_dev_put(g->dev, g->drawn, g->draw,
+                      (size_t)(d->n_layer * rows * a) * sizeof(int32_t), err);
+}
+
 int hx_graph_open(hx_graph **out, hx_model *m, hx_dev *dev, hx_cache *c, int64_t max_rows,
                   int64_t max_out, int64_t max_ctx, hx_err *err)
 {
@@ -121,7 +178,8 @@ int hx_graph_open(hx_graph **out, hx_model *m, hx_dev *dev, hx_cache *c, int64_t
     g->cache = c;
     g->max_rows = max_rows;
     g->max_out = max_out;
-    if ((rc = take_all(g, max_ctx, err)) != 0) {
+    if ((rc = take_all(g, max_ctx, err)) != 0 ||
+        (m->share != NULL && (rc = take_drawn(g, err)) != 0)) {
         hx_graph_close(g);
         return rc;
     }
@@ -144,6 +202,8 @@ void hx_graph_close(hx_graph *g)
         hx_dev_free(g->dev, all[i]);
     for (size_t i = 0; i < HX_LEN(g->step); i++)
         hx_dev_graph_free(g->dev, g->step[i]);
+    hx_dev_free(g->dev, &g->drawn);
+    hx_free(g->draw);
     hx_free(g);
 }
 
@@ -193,6 +253,9 @@ static int take_batch(hx_graph *g, const hx_batch *b, hx_err *err)
     c->rows.dev = g->span;
     c->x = g->x;
     c->y = g->y;
+    c->drawn = (hx_buf) { 0 };
+    if (g->draw != NULL && b->phase == HX_PHASE_DECODE && (rc = draw_all(g, b, err)) != 0)
+        return rc;
     if ((rc = hx_dev_put(g->dev, g->id, b->id, n_id * sizeof *b->id, err)) != 0)
         return rc;
     return hx_dev_put(g->dev, g->span, b->rows.span, n_span * sizeof(hx_span), err);

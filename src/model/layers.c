@@ -409,11 +409,13 @@ int hx_layers_moe(const hx_layer_call *c, const hx_layer *w, hx_err *err)
         return rc;
     tap(c, "router_id", c->route_id);
     tap(c, "router_w", c->route_w);
+    if (c->drawn.p != NULL)
+        moe.id = hx_buf_at(c->drawn, (size_t)(c->layer * rows * d->n_active) * 4);
     hx_count(HX_C_expert_rows_total, rows * d->n_active);
     if (c->store != NULL) {
         rc = c->phase == HX_PHASE_DECODE
-                 ? hx_store_plan(c->store, c->layer, rows, c->route_id, c->x, &moe,
-                                 &combine, err)
+                 ? hx_store_plan(c->store, c->layer, rows, moe.id, c->x, &moe, &combine,
+                                 err)
                  : hx_store_prefill(c->store, c->layer, rows, &moe, err);
         if (rc != 0)
             return rc;

@@ -95,6 +95,8 @@ typedef struct hx_model {
     hx_arena arena;      /* layers, experts, converted vectors */
     void *synth;         /* synthetic weights [synth_bytes] */
     size_t synth_bytes;
+    float *share; /* synthetic: [n_layer, E] shares of picks, summed up to 1, from which
+                   * decode rows draw theirs; NULL: the router decides */
     uint64_t n_param, weight_bytes;
     hx_dev *dev;      /* where placed lies; NULL: weights are read where they are */
     hx_buf placed[2]; /* weights on the device, by hx_place */
@@ -238,7 +240,8 @@ typedef struct {
     hx_buf g, small;   /* f32 [R, H K], f32 [R, narrow] */
     hx_buf part;       /* f32 [R, A, D] outputs of experts */
     hx_buf route_id, route_w, route_score;
-    hx_store *store;            /* NULL: experts are read where the model says */
+    hx_store *store; /* NULL: experts are read where the model says */
+    hx_buf drawn; /* i32 [n_layer, R, A] picks instead of the router\'s; p NULL: none */
     hx_buf score, pick, n_pick; /* indexer: f32 [score_rows, ld], i32 [score_rows, k] */
     int64_t score_rows, ld_score;
     hx_tap_fn *tap;

@@ -82,12 +82,20 @@ static void answers(hx_engine *e, answer *out)
         read_answer(s[i], &out[N_STREAM + i]);
 }
 
+static const char *device; /* NULL: the CPU, with an arena that stands for GPU memory */
+static uint64_t beside;    /* of its memory, taken before any expert */
+
 static hx_engine *open_with(const hx_options *opt)
 {
     hx_options o = *opt;
     hx_engine *e;
     hx_err err;
 
+    o.device = device;
+    if (o.vram_bytes != 0)
+        o.vram_bytes += beside;
+    if (device != NULL)
+        o.cpu_isa = NULL;
     o.model_dir = MODEL;
     o.ctx_tokens = 1024;
     if (o.n_threads == 0)
@@ -130,8 +138,11 @@ static void test_tiers(void **state)
     };
     answer want[2 * N_STREAM], got[2 * N_STREAM];
     hx_engine *e = open_with(&(hx_options) { 0 });
+    hx_info info;
 
     (void)state;
+    hx_get_info(e, &info);
+    beside = device != NULL ? info.device_bytes : 0;
     answers(e, want);
     hx_close(e);
     for (int i = 0; i < N_STREAM; i++)
@@ -261,7 +272,8 @@ static void test_deadline(void **state)
     free(w);
 }
 
-int main(void)
+/* --gpu: where an expert runs is not visible on a GPU either. */
+int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_tiers),
@@ -269,5 +281,6 @@ int main(void)
         cmocka_unit_test(test_deadline),
     };
 
+    device = argc > 1 && strcmp(argv[1], "--gpu") == 0 ? "cuda" : NULL;
     return cmocka_run_group_tests_name("store", tests, NULL, NULL);
 }

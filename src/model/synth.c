@@ -176,6 +176,26 @@ static double normal_quantile(double p)
     return lo;
 }
 
+/* Shares of a layer's picks, summed up to 1. */
+static void set_share(synth *s, int64_t l, const hx_json *routing)
+{
+    const hx_desc *d = &s->m->desc;
+    const hx_json *row = hx_json_at(routing, (size_t)(l < 3 ? 0 : (l - 3) % 42));
+    float *share = s->m->share + l * d->n_expert;
+    double all = 0;
+
+    for (int pass = 0; pass < 2; pass++) {
+        double sum = 0;
+
+        for (int64_t e = 0; e < d->n_expert; e++) {
+            sum += HX_MAX(hx_json_num(hx_json_at(row, (size_t)e % hx_json_len(row)), 0.5),
+                          0.5);
+            share[e] = (float)(pass == 0 ? 0 : sum / all);
+        }
+        all = sum;
+    }
+}
+
 /* With router logits z ~ N(0, 1), expert e is picked when sigmoid(z) + bias exceeds a
  * common threshold; the bias puts that probability at the measured share. */
 static void set_router_bias(synth *s, int64_t l, hx_buf bias, const hx_json *routing)
@@ -386,6 +406,12 @@ static int build(synth *s, const char *spec, const hx_json *config,
     if (s->region == NULL || (m->synth = hx_map(s->at, true)) == NULL)
         return hx_fail(s->err, HX_ENOMEM, "%s: the system refuses %.1f GiB of memory",
                        spec, (double)s->at / (1 << 30));
+    m->share = hx_arena_alloc(&m->arena, (size_t)(m->desc.n_layer * m->desc.n_expert) *
+                                             sizeof(float));
+    if (m->share == NULL)
+        return hx_fail(s->err, HX_ENOMEM, "%s: no memory for its tables", spec);
+    for (int64_t l = 0; l < m->desc.n_layer; l++)
+        set_share(s, l, routing);
     s->base = m->synth;
     walk(s, routing);
     if (s->no_memory)
