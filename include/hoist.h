@@ -313,6 +313,7 @@ typedef struct {
     int64_t steps, picks;     /* picks: before any is shared */
     int64_t here, link, lane; /* read in GPU memory, over the link, computed on the CPU */
     int64_t pushed, evicted;
+    int64_t wait_us, lane_us; /* the GPU waiting for the CPU's experts; the CPU on them */
     uint64_t push_bytes, stage_bytes; /* copied for decode, and for prompts */
 } hx_experts;
 

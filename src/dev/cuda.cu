@@ -234,7 +234,9 @@ static int find_device(hx_cuda *c, const char *name, cudaDeviceProp *prop, hx_er
     if (number < 0 || number >= n)
         return hx_fail(err, HX_EARG, "device %s: there are cuda:0 to cuda:%d", name,
                        n - 1);
+    /* Who waits for the device sleeps: experts may need every CPU meanwhile. */
     if ((rc = cudaSetDevice(number)) != cudaSuccess ||
+        (rc = cudaSetDeviceFlags(cudaDeviceScheduleBlockingSync)) != cudaSuccess ||
         (rc = cudaGetDeviceProperties(prop, number)) != cudaSuccess)
         return hx_cuda_fail(err, name, rc);
     c->device = number;
@@ -305,9 +307,11 @@ int hx_cuda_open(hx_dev *d, const hx_dev_opt *opt, hx_err *err)
         return hx_cuda_fail(err, opt->name, made);
     if ((rc = hx_cuda_link_open(c, err)) != 0 ||
         (rc = memory_open(c, &opt->limits, err)) != 0 ||
+        (rc = hx_cuda_side_open(c, err)) != 0 ||
         (rc = hx_cuda_tables_open(c, &opt->limits, err)) != 0)
         return rc;
-    d->used_bytes += c->scratch_bytes + HX_CUDA_STAGES * c->stage_bytes;
+    d->used_bytes +=
+        c->scratch_bytes + c->side.scratch_bytes + HX_CUDA_STAGES * c->stage_bytes;
     d->isa = "cuda";
     snprintf(d->text, sizeof(d->text), "cuda:%d (%.40s)", c->device, prop.name);
     return hx_cuda_sync(d, err);
@@ -344,8 +348,8 @@ void hx_cuda_close(hx_dev *d)
 }
 
 /* In the order of HX_OPS, which is that of hx_dev_ops. */
-const hx_dev_ops hx_cuda_ops = { "cuda",        dev_alloc, dev_free, dev_put, dev_get,
-                                 &hx_cuda_link,
+const hx_dev_ops hx_cuda_ops = { "cuda",        dev_alloc, dev_free,
+                                 dev_put,       dev_get,   &hx_cuda_link,
 #define X(op, name) name,
                                  HX_CUDA_OPS(X)
 #undef X

@@ -107,6 +107,14 @@ typedef struct {
     size_t scratch_bytes;
     int *ticket; /* device memory, [n_ticket], zero between launches */
     int64_t n_ticket;
+    struct {
+        cudaStream_t stream;
+        char *scratch;
+        size_t scratch_bytes;
+        int *ticket;
+        cudaEvent_t fork, join;
+    } side; /* what operations beside the stream have instead of these; or, while they are
+             * launched, what the others have */
     hx_cuda_stage stage[HX_CUDA_STAGES];
     size_t stage_bytes; /* of each */
     int next_stage;
@@ -124,6 +132,7 @@ void hx_cuda_tables_close(hx_cuda *c);
 
 /* cuda_lane.cu, at open and close. */
 int hx_cuda_link_open(hx_cuda *c, hx_err *err);
+int hx_cuda_side_open(hx_cuda *c, hx_err *err); /* after scratch and tickets are there */
 void hx_cuda_link_close(hx_cuda *c);
 
 /* cuda.cu: device memory; the sentence names what it is for, and both numbers. */

@@ -7,6 +7,8 @@
 
 enum { THREADS = 512 };
 
+static const size_t SIDE_SCRATCH = (size_t)32 << 20;
+
 /* ---- plan ----------------------------------------------------------------- */
 
 struct plan_args {
@@ -252,6 +254,69 @@ static int link_hold_push(hx_dev *d, hx_err *err)
     return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "push", rc);
 }
 
+/* ---- beside the stream ------------------------------------------------------------ */
+
+template <class T> static void swap(T &a, T &b)
+{
+    const T was = a;
+
+    a = b;
+    b = was;
+}
+
+/* What launchers take from the device changes places. */
+static void change_sides(hx_cuda *c)
+{
+    swap(c->stream, c->side.stream);
+    swap(c->scratch, c->side.scratch);
+    swap(c->scratch_bytes, c->side.scratch_bytes);
+    swap(c->ticket, c->side.ticket);
+}
+
+static int link_side(hx_dev *d, bool side, hx_err *err)
+{
+    hx_cuda *c = current(d);
+    cudaError_t rc = cudaSuccess;
+
+    if (side && (rc = cudaEventRecord(c->side.fork, c->stream)) == cudaSuccess)
+        rc = cudaStreamWaitEvent(c->side.stream, c->side.fork, 0);
+    change_sides(c);
+    return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "side", rc);
+}
+
+static int link_join(hx_dev *d, hx_err *err)
+{
+    hx_cuda *c = current(d);
+    cudaError_t rc = cudaEventRecord(c->side.join, c->side.stream);
+
+    if (rc == cudaSuccess)
+        rc = cudaStreamWaitEvent(c->stream, c->side.join, 0);
+    return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "join", rc);
+}
+
+int hx_cuda_side_open(hx_cuda *c, hx_err *err)
+{
+    const size_t tickets = (size_t)c->n_ticket * sizeof(int);
+    void *p;
+    cudaError_t rc = cudaStreamCreateWithFlags(&c->side.stream, cudaStreamNonBlocking);
+
+    c->side.scratch_bytes = HX_MIN(c->scratch_bytes, SIDE_SCRATCH);
+    if (rc == cudaSuccess)
+        rc = cudaEventCreateWithFlags(&c->side.fork, cudaEventDisableTiming);
+    if (rc == cudaSuccess)
+        rc = cudaEventCreateWithFlags(&c->side.join, cudaEventDisableTiming);
+    if (rc != cudaSuccess)
+        return hx_cuda_fail(err, "open", rc);
+    if (hx_cuda_alloc_for(&p, c->side.scratch_bytes, "scratch", err) != 0)
+        return HX_ENOMEM;
+    c->side.scratch = (char *)p;
+    if (hx_cuda_alloc_for(&p, tickets, "tickets", err) != 0)
+        return HX_ENOMEM;
+    c->side.ticket = (int *)p;
+    rc = cudaMemsetAsync(p, 0, tickets, c->stream);
+    return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "open", rc);
+}
+
 /* ---- graphs -------------------------------------------------------------------- */
 
 struct hx_dev_graph {
@@ -324,6 +389,16 @@ void hx_cuda_link_close(hx_cuda *c)
             cudaEventDestroy(c->mark[i]);
     if (c->hold != NULL)
         cudaEventDestroy(c->hold);
+    if (c->side.stream != NULL)
+        cudaStreamDestroy(c->side.stream);
+    if (c->side.fork != NULL)
+        cudaEventDestroy(c->side.fork);
+    if (c->side.join != NULL)
+        cudaEventDestroy(c->side.join);
+    if (c->side.scratch != NULL)
+        cudaFree(c->side.scratch);
+    if (c->side.ticket != NULL)
+        cudaFree(c->side.ticket);
 }
 
 const hx_dev_link hx_cuda_link = { link_memory,    link_pin,       link_unpin,

@@ -54,6 +54,10 @@ HX_DEVICE void hx_cuda_lane_wait(const hx_cuda_lane &l)
             }
             __nanosleep(200);
         }
+        if (blockIdx.x == 0 && blockIdx.y == 0) {
+            asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+            l.box->wait_ns += now - start;
+        }
     }
     __syncthreads();
 }

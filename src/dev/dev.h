@@ -499,6 +499,8 @@ typedef struct hx_dev_link {
     bool (*pushed)(hx_dev *, uint64_t ticket);
     int (*await_push)(hx_dev *, uint64_t ticket, hx_err *);
     int (*hold_push)(hx_dev *, hx_err *);
+    int (*side)(hx_dev *, bool side, hx_err *);
+    int (*join)(hx_dev *, hx_err *);
     int (*record)(hx_dev *, hx_err *);
     int (*record_end)(hx_dev *, hx_dev_graph **, hx_err *);
     int (*replay)(hx_dev *, hx_dev_graph *, hx_err *);
@@ -573,6 +575,11 @@ bool hx_dev_pushed(hx_dev *d, uint64_t ticket); /* never waits */
  * operations so far. */
 int hx_dev_await_push(hx_dev *d, uint64_t ticket, hx_err *err);
 int hx_dev_hold_push(hx_dev *d, hx_err *err);
+/* side true: operations from here on may run beside those that follow once side is false
+ * again, after all that came before; join: what follows comes after both. Calls with few
+ * rows only: the side has little scratch. */
+int hx_dev_side(hx_dev *d, bool side, hx_err *err);
+int hx_dev_join(hx_dev *d, hx_err *err);
 /* Between record and record_end operations are noted down, not run; replay runs them all,
  * with the arguments they had. Only where !hx_dev_is_host(). */
 int hx_dev_record(hx_dev *d, hx_err *err);

@@ -28,6 +28,7 @@ struct hx_lane_host {
     pthread_cond_t wake;
     _Atomic int awake; /* > 0: poll */
     _Atomic bool stop;
+    _Atomic int64_t busy_us;
     uint32_t late, failed; /* of the box, as last seen by hx_lane_late() */
     hx_err err;            /* why a job failed, under lock */
 };
@@ -100,6 +101,7 @@ static void *lane_run(void *ud)
     uint32_t last = 0;
 
     while (wait_job(l, last)) {
+        const int64_t start = hx_now_us();
         hx_err err = { 0 };
 
         last = load(&l->box->posted);
@@ -110,6 +112,7 @@ static void *lane_run(void *ud)
             store(&l->box->failed, l->box->failed + 1);
         }
         store(&l->box->done, last);
+        atomic_fetch_add(&h->busy_us, hx_now_us() - start);
     }
     return NULL;
 }
@@ -255,6 +258,16 @@ int hx_lane_threads(const hx_lane *l)
     return hx_pool_size(l->host->cpu->pool);
 }
 
+int64_t hx_lane_wait_us(const hx_lane *l)
+{
+    return (int64_t)(__atomic_load_n(&l->box->wait_ns, __ATOMIC_RELAXED) / 1000);
+}
+
+int64_t hx_lane_busy_us(const hx_lane *l)
+{
+    return atomic_load(&l->host->busy_us);
+}
+
 int hx_lane_time(hx_lane *l, int32_t layer, const int32_t *id, int64_t n, int64_t rows,
                  double *us, hx_err *err)
 {
@@ -365,6 +378,7 @@ void hx_lane_take(const hx_combine_args *a)
             return;
         }
     }
+    l->box->wait_ns += 1000 * (uint64_t)(hx_now_us() - start);
     for (int64_t p = 0; p < a->rows * a->active; p++)
         if (there[p] >= 0)
             memcpy((char *)a->part.p + (size_t)p * row, l->y + p * a->dim, row);

@@ -22,7 +22,9 @@ typedef struct {
     uint32_t failed; /* lane: jobs that could not be done */
     int32_t unused_b[14];
     uint32_t late; /* device: jobs it did not wait for any longer */
-    int32_t unused_c[15];
+    uint32_t unused_c;
+    uint64_t wait_ns; /* device: spent waiting for answers */
+    int32_t unused_d[12];
 } hx_lane_box;
 
 struct hx_lane {
@@ -54,6 +56,9 @@ void hx_lane_rest(hx_lane *l);
 /* HX_EDEVICE when a job came too late or failed since the last call, else 0. */
 int hx_lane_late(hx_lane *l, hx_err *err);
 int hx_lane_threads(const hx_lane *l);
+/* Microseconds that the device has waited for the lane, and that the lane has computed. */
+int64_t hx_lane_wait_us(const hx_lane *l);
+int64_t hx_lane_busy_us(const hx_lane *l);
 /* Microseconds that n experts of a layer take, all rows with each of them, rows <=
  * max_rows, rows * n <= max_pick. On the caller's thread, while no job is out. */
 int hx_lane_time(hx_lane *l, int32_t layer, const int32_t *id, int64_t n, int64_t rows,

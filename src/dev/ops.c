@@ -1017,6 +1017,16 @@ int hx_dev_hold_push(hx_dev *d, hx_err *err)
     return d->ops->link != NULL ? d->ops->link->hold_push(d, err) : 0;
 }
 
+int hx_dev_side(hx_dev *d, bool side, hx_err *err)
+{
+    return d->ops->link != NULL ? d->ops->link->side(d, side, err) : 0;
+}
+
+int hx_dev_join(hx_dev *d, hx_err *err)
+{
+    return d->ops->link != NULL ? d->ops->link->join(d, err) : 0;
+}
+
 int hx_dev_record(hx_dev *d, hx_err *err)
 {
     return d->ops->link->record(d, err);

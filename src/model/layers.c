@@ -24,6 +24,23 @@ static int linear(const hx_layer_call *c, hx_buf y, int64_t ldy, hx_buf x, int64
     return hx_op_matmul(c->dev, &a, err);
 }
 
+/* Decode rows leave most of a device idle: what does not depend on each other runs side by
+ * side. The order of the calls is one in which they can also run one after the other. */
+static int fork_side(const hx_layer_call *c, hx_err *err)
+{
+    return c->phase == HX_PHASE_DECODE ? hx_dev_side(c->dev, true, err) : 0;
+}
+
+static int end_side(const hx_layer_call *c, hx_err *err)
+{
+    return c->phase == HX_PHASE_DECODE ? hx_dev_side(c->dev, false, err) : 0;
+}
+
+static int join_side(const hx_layer_call *c, hx_err *err)
+{
+    return c->phase == HX_PHASE_DECODE ? hx_dev_join(c->dev, err) : 0;
+}
+
 static void tap(const hx_layer_call *c, const char *what, hx_buf data)
 {
     if (c->tap != NULL)
@@ -92,7 +109,11 @@ int hx_layers_kda(const hx_layer_call *c, const hx_kda *w, hx_layer_mem *mem, hx
     const hx_buf beta = floats_at(c->small, rows * HX_MAX(w->f_a.n, w->g_a.n));
     int rc;
 
-    if ((rc = kda_qkv(c, w, mem, err)) != 0 || (rc = kda_gates(c, w, beta, err)) != 0)
+    if ((rc = fork_side(c, err)) != 0 || (rc = kda_gates(c, w, beta, err)) != 0 ||
+        (rc = linear(c, c->small, w->g_a.n, c->x, c->d->width, &w->g_a, err)) != 0 ||
+        (rc = linear(c, c->c, hk, c->small, w->g_a.n, &w->g_b, err)) != 0 ||
+        (rc = end_side(c, err)) != 0 || (rc = kda_qkv(c, w, mem, err)) != 0 ||
+        (rc = join_side(c, err)) != 0)
         return rc;
     const hx_kda_step_args delta = {
         .o = c->e,
@@ -110,9 +131,7 @@ int hx_layers_kda(const hx_layer_call *c, const hx_kda *w, hx_layer_mem *mem, hx
     };
     rc = c->phase == HX_PHASE_DECODE ? hx_op_kda_step(c->dev, &delta, err)
                                      : hx_op_kda_chunk(c->dev, &delta, err);
-    if (rc != 0 ||
-        (rc = linear(c, c->small, w->g_a.n, c->x, c->d->width, &w->g_a, err)) != 0 ||
-        (rc = linear(c, c->c, hk, c->small, w->g_a.n, &w->g_b, err)) != 0)
+    if (rc != 0)
         return rc;
     const hx_kda_out_args out = { .y = c->e,
                                   .o = c->e,
@@ -405,7 +424,9 @@ int hx_layers_moe(const hx_layer_call *c, const hx_layer *w, hx_err *err)
                                 .dim = d->width };
     int rc;
 
-    if ((rc = hx_op_router(c->dev, &route, err)) != 0)
+    if ((rc = fork_side(c, err)) != 0 ||
+        (rc = hx_layers_dense(c, &w->dense, c->y, err)) != 0 ||
+        (rc = end_side(c, err)) != 0 || (rc = hx_op_router(c->dev, &route, err)) != 0)
         return rc;
     tap(c, "router_id", c->route_id);
     tap(c, "router_w", c->route_w);
@@ -420,8 +441,7 @@ int hx_layers_moe(const hx_layer_call *c, const hx_layer *w, hx_err *err)
         if (rc != 0)
             return rc;
     }
-    if ((rc = hx_op_moe(c->dev, &moe, err)) != 0 ||
-        (rc = hx_layers_dense(c, &w->dense, c->y, err)) != 0)
+    if ((rc = hx_op_moe(c->dev, &moe, err)) != 0 || (rc = join_side(c, err)) != 0)
         return rc;
     return hx_op_combine(c->dev, &combine, err);
 }

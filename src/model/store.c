@@ -322,6 +322,24 @@ static int settle(hx_store *s, hx_err *err)
     return 0;
 }
 
+/* Records to device memory, cut where two locked ranges meet: no copy may cross that. */
+static int push(hx_store *s, hx_buf to, const uint8_t *from, size_t bytes, hx_err *err)
+{
+    while (bytes > 0) {
+        const size_t into =
+            s->n_pin > 0 ? (size_t)(from - (const uint8_t *)s->pin[0]) % PIN_BYTES : 0;
+        const size_t n = s->n_pin > 0 ? HX_MIN(bytes, PIN_BYTES - into) : bytes;
+        const int rc = hx_dev_push(s->dev, to, from, n, err);
+
+        if (rc != 0)
+            return rc;
+        to = hx_buf_at(to, n);
+        from += n;
+        bytes -= n;
+    }
+    return 0;
+}
+
 /* Starts moving an item into a slot; who was there is read from host memory from now on.
  * No operation that reads the slot may be on its way. */
 static int move_in(hx_store *s, int64_t item, int32_t slot, hx_err *err)
@@ -338,8 +356,7 @@ static int move_in(hx_store *s, int64_t item, int32_t slot, hx_err *err)
             (rc = hx_dev_hold_push(s->dev, err)) != 0)
             return rc;
     }
-    if ((rc = hx_dev_push(s->dev, slot_at(s, slot), s->home[item], s->record_bytes,
-                          err)) != 0 ||
+    if ((rc = push(s, slot_at(s, slot), s->home[item], s->record_bytes, err)) != 0 ||
         (rc = hx_dev_push_mark(s->dev, &m.ticket, err)) != 0)
         return rc;
     s->move[s->n_move++] = m;
@@ -419,7 +436,7 @@ static int time_device(hx_store *s, const trial *t, const int32_t *id, int64_t n
     return rc;
 }
 
-/* Microseconds from the post of a job to the end of its combine. */
+/* Microseconds from the post of a job of one expert to the end of its combine. */
 static int time_round(hx_store *s, const trial *t, const int32_t *id, double *us,
                       hx_err *err)
 {
@@ -432,8 +449,12 @@ static int time_round(hx_store *s, const trial *t, const int32_t *id, double *us
                           .rows = 1,
                           .active = s->n_active,
                           .dim = s->model->desc.width };
-    int rc = hx_dev_put(s->dev, t->id, id, (size_t)s->n_active * sizeof *id, err);
+    int32_t same[HX_PLAN_MAX_PICK];
+    int rc;
 
+    for (int64_t i = 0; i < s->n_active; i++)
+        same[i] = id[0];
+    rc = hx_dev_put(s->dev, t->id, same, (size_t)s->n_active * sizeof *same, err);
     s->rates = (hx_rates) { .link_us = 1e6f, .lane_us = 1 };
     *us = 1e12;
     hx_store_begin(s);
@@ -482,20 +503,20 @@ static int time_lane(hx_store *s, const trial *t, hx_err *err)
 {
     hx_rates *r = &s->rates;
     const int64_t few = HX_MIN(4, s->max_pick / s->n_active);
-    double one, more, round;
+    double one, all, more;
     int32_t id[64];
     int64_t n = some(s, t, false, id, HX_MIN(s->n_active, 64));
     int rc;
 
-    if (s->lane == NULL || n < s->n_active)
+    if (s->lane == NULL || n < 2)
         return 0;
-    if ((rc = hx_lane_time(s->lane, (int32_t)t->layer, id, n, 1, &one, err)) != 0 ||
-        (rc = hx_lane_time(s->lane, (int32_t)t->layer, id, n, few, &more, err)) != 0 ||
-        (rc = time_round(s, t, id, &round, err)) != 0)
+    if ((rc = time_round(s, t, id, &one, err)) != 0 ||
+        (rc = hx_lane_time(s->lane, (int32_t)t->layer, id, n, 1, &all, err)) != 0 ||
+        (rc = hx_lane_time(s->lane, (int32_t)t->layer, id, n, few, &more, err)) != 0)
         return rc;
-    r->lane_us = (float)(one / (double)n);
-    r->row_us = (float)(few > 1 ? HX_MAX(more - one, 0) / (double)(n * (few - 1)) : 0);
-    r->post_us = (float)HX_MAX(round - one, 0);
+    r->lane_us = (float)(all / (double)n);
+    r->row_us = (float)(few > 1 ? HX_MAX(more - all, 0) / (double)(n * (few - 1)) : 0);
+    r->post_us = (float)HX_MAX(one - all / (double)n, 0);
     return 0;
 }
 
@@ -664,7 +685,7 @@ static int stage_layer(hx_store *s, struct hx_stage *h, int64_t layer, hx_err *e
             const size_t bytes = (size_t)run * s->record_bytes;
 
             s->stats.stage_bytes += bytes;
-            if ((rc = hx_dev_push(s->dev, to, s->home[item0 + e - run], bytes, err)) != 0)
+            if ((rc = push(s, to, s->home[item0 + e - run], bytes, err)) != 0)
                 return rc;
             run = 0;
         }
@@ -766,6 +787,8 @@ void hx_store_report(const hx_store *s, hx_experts *out)
     out->n_slot = s->n_all_slot;
     out->n_expert = s->n_moe * (int32_t)s->n_expert;
     out->expert_bytes = s->record_bytes;
+    out->wait_us = s->lane != NULL ? hx_lane_wait_us(s->lane) : 0;
+    out->lane_us = s->lane != NULL ? hx_lane_busy_us(s->lane) : 0;
     out->us[0] = (double)r->here_us;
     out->us[1] = (double)r->link_us;
     out->us[2] = (double)r->lane_us;
