@@ -381,6 +381,51 @@ static int read_stream(hx_call *c, hx_generate *g)
     return 0;
 }
 
+/* thinking and reasoning are objects of some APIs and switches of others. */
+static int read_switch(hx_call *c, hx_generate *g, const char *name)
+{
+    const hx_json *j = hx_params_get(c->body, name);
+    bool on = true;
+    int rc = 0;
+
+    if (hx_json_kind(j) == HX_JSON_BOOL)
+        on = hx_json_bool(j, true);
+    else if (hx_json_kind(j) == HX_JSON_OBJECT)
+        rc = hx_params_bool(c, j, "enabled", &on);
+    g->no_thinking = g->no_thinking || !on ||
+                     hx_str_is(hx_json_str(hx_params_get(j, "type")), "disabled");
+    return rc;
+}
+
+int hx_params_thinking(hx_call *c, hx_generate *g)
+{
+    static const struct {
+        const char *in, *name; /* in: the object, NULL: the body */
+    } budgets[] = {
+        { NULL, "thinking_budget" },        { NULL, "thinking_token_budget" },
+        { NULL, "thinking_budget_tokens" }, { NULL, "reasoning_budget" },
+        { NULL, "max_thinking_tokens" },    { "reasoning", "max_tokens" },
+        { "thinking", "budget_tokens" },    { "chat_template_kwargs", "thinking_budget" },
+    };
+    int64_t budget = -1;
+    int rc;
+
+    if ((rc = read_switch(c, g, "thinking")) != 0 ||
+        (rc = read_switch(c, g, "reasoning")) != 0)
+        return rc;
+    for (size_t i = 0; i < HX_LEN(budgets); i++) {
+        const hx_json *in =
+            budgets[i].in == NULL ? c->body : hx_params_get(c->body, budgets[i].in);
+
+        if (hx_json_kind(in) == HX_JSON_OBJECT &&
+            (rc = hx_params_int(c, in, budgets[i].name, -1, INT32_MAX, &budget)) != 0)
+            return rc;
+    }
+    g->think_budget = budget;
+    g->no_thinking = g->no_thinking || budget == 0;
+    return 0;
+}
+
 int hx_params_sampling(hx_call *c, hx_generate *g)
 {
     hx_request *r = &g->sampling;
@@ -396,6 +441,7 @@ int hx_params_sampling(hx_call *c, hx_generate *g)
         (rc = read_bias(c, r)) != 0 || (rc = read_constraints(c, g)) != 0 ||
         (rc = read_stream(c, g)) != 0 ||
         (rc = hx_params_bool(c, c->body, "ignore_eos", &r->ignore_eos)) != 0 ||
+        (rc = hx_params_bool(c, c->body, "loop_guard", &g->loop_guard)) != 0 ||
         (rc = hx_params_bool(c, c->body, "skip_special_tokens", &skip_special)) != 0 ||
         (rc = hx_params_str(c, c->body, "model", &g->model)) != 0)
         return rc;
