@@ -96,7 +96,7 @@ static bool same_turn(void *ud, hx_prompt given, hx_prompt was)
     hx_reply_opt opt = reply_opt(g, (hx_prompt) { given.id - 1, 1 });
 
     opt.tools_off = false;
-    return hx_tools_same(g->call->engine, &opt, given, was);
+    return hx_toolset_same(g->call->engine, &opt, given, was);
 }
 
 /* The chat's ids. The template always opens <think>; who wants none gets it closed again,
@@ -239,7 +239,7 @@ int hx_gen_open(hx_gen **out, hx_call *c, const hx_generate *req)
     g->think = hx_token_id(c->engine, HX_STR("<think>"));
     g->think_end = hx_token_id(c->engine, HX_STR("</think>"));
     if ((req->chat &&
-         ((rc = hx_tools_constrain(c, &g->req)) != 0 || (rc = render(g)) != 0)) ||
+         ((rc = hx_toolset_constrain(c, &g->req)) != 0 || (rc = render(g)) != 0)) ||
         (rc = hx_gen_check(c, &g->req)) != 0 || (rc = open_answers(g)) != 0) {
         hx_gen_close(g);
         return rc;

@@ -297,14 +297,15 @@ int hx_gen_open_pump(hx_pump **out, hx_http *http, hx_err *err);
 /* Waits until all have ended; none may be started any more. NULL is fine. */
 void hx_gen_close_pump(hx_pump *p);
 
-/* ---- tools.c: tools of a request ----------------------------------------- */
+/* ---- toolset.c: tools of a request ----------------------------------------- */
 
 /* Sets the grammar that keeps the answer to calls which tools and tool_choice allow, or
  * bans calls. */
-int hx_tools_constrain(hx_call *c, hx_generate *g);
+int hx_toolset_constrain(hx_call *c, hx_generate *g);
 /* Whether a turn as a client gives it back, given, means what was sampled, was; it may
  * lack the reasoning. */
-bool hx_tools_same(hx_engine *e, const hx_reply_opt *opt, hx_prompt given, hx_prompt was);
+bool hx_toolset_same(hx_engine *e, const hx_reply_opt *opt, hx_prompt given,
+                     hx_prompt was);
 
 /* ---- calls.c: what turns with calls were sampled as ----------------------- */
 

@@ -1,4 +1,4 @@
-/* tools.c - tools of a request: what keeps the model to calls that they allow, and whether
+/* toolset.c - tools of a request: what keeps the model to calls that they allow, and whether
  * two spellings of an answer mean the same. Called by generate.c, so that all dialects
  * have it. Never parses a reply by itself: that is reply.c's. */
 #include "serve/serve.h"
@@ -130,7 +130,7 @@ static int constrain(hx_call *c, hx_generate *g, int32_t opener)
     return 0;
 }
 
-int hx_tools_constrain(hx_call *c, hx_generate *g)
+int hx_toolset_constrain(hx_call *c, hx_generate *g)
 {
     const bool must =
         g->tool_choice == HX_TOOLS_REQUIRED || g->tool_choice == HX_TOOLS_NAMED;
@@ -268,7 +268,8 @@ static bool same_args(const hx_sb *a, const hx_sb *b)
     return same;
 }
 
-bool hx_tools_same(hx_engine *e, const hx_reply_opt *opt, hx_prompt given, hx_prompt was)
+bool hx_toolset_same(hx_engine *e, const hx_reply_opt *opt, hx_prompt given,
+                     hx_prompt was)
 {
     saying *s = hx_new(saying, 2);
     bool same = s != NULL && read_saying(&s[0], e, opt, given) &&
