@@ -1392,12 +1392,13 @@ static hx_ref text_of(schema *s, uint32_t rule, spelling how, uint32_t depth)
  * whatever their value, and whether strings are bound in some way. */
 typedef struct {
     unsigned loose;
-    bool listed, bound, filled; /* filled: strings are not empty */
+    bool listed, bound; /* bound: by more than a length, or in several ways */
+    uint32_t n_string, min, max;
 } looseness;
 
 static void find_loose(schema *s, uint32_t rule, looseness *l, uint32_t depth)
 {
-    static const char *const texts[] = { "pattern", "format", "maxLength", NULL };
+    static const char *const texts[] = { "pattern", "format", NULL };
     static const char *const numbers[] = { "minimum",          "maximum",
                                            "exclusiveMinimum", "exclusiveMaximum",
                                            "multipleOf",       NULL };
@@ -1421,10 +1422,9 @@ static void find_loose(schema *s, uint32_t rule, looseness *l, uint32_t depth)
         return;
     }
     if ((types & T_STR) != 0) {
-        const uint32_t min = fold_bound(s, &v, "minLength", true);
-
-        l->bound |= has_any(s, &v, texts) || min > 1;
-        l->filled |= min == 1;
+        l->min = fold_bound(s, &v, "minLength", true);
+        l->max = fold_bound(s, &v, "maxLength", false);
+        l->bound |= has_any(s, &v, texts) || l->n_string++ > 0;
     }
     if (has_any(s, &v, numbers))
         types &= ~(unsigned)(T_INT | T_NUM);
@@ -1435,8 +1435,9 @@ static void find_loose(schema *s, uint32_t rule, looseness *l, uint32_t depth)
     l->loose |= types;
 }
 
-/* Text that cannot be read as a value of one of the types. */
-static hx_ref text_but(hx_ir *ir, unsigned types, bool filled)
+/* Text of that length that cannot be read as a value of one of the types, nor, where the
+ * length matters, as a quoted string. */
+static hx_ref text_but(hx_ir *ir, unsigned types, uint32_t min, uint32_t max)
 {
     static const struct {
         unsigned type;
@@ -1450,17 +1451,26 @@ static hx_ref text_but(hx_ir *ir, unsigned types, bool filled)
     };
     hx_range set[40], out[41];
     uint32_t n = 1, n_out;
-    hx_ref first;
+    const bool counts = min > 0 || max != HX_IR_NO_END;
+    hx_ref rest;
 
+    if (min > max)
+        return HX_NONE;
     set[0] = (hx_range) { 0, types != 0 ? ' ' : 0 }; /* blanks go before it is read */
     for (size_t i = 0; i < HX_LEN(starts); i++)
         for (const char *c = starts[i].first; (types & starts[i].type) && *c; c++)
             set[n++] = (hx_range) { (uint8_t)*c, (uint8_t)*c };
+    if (counts)
+        set[n++] = (hx_range) { '"', '"' };
     n = (uint32_t)hx_range_norm(set, n);
     n_out = (uint32_t)hx_range_invert(set, n, out);
-    first = HX_SEQ(ir, hx_ir_set(ir, out, n_out, false),
-                   hx_ir_rep(ir, any_char(ir), 0, HX_IR_NO_END, HX_REP_EXPAND));
-    return filled ? first : hx_ir_opt(ir, first);
+    if (max == 0)
+        return HX_EMPTY;
+    rest = hx_ir_rep(ir, any_char(ir), min > 0 ? min - 1 : 0,
+                     max == HX_IR_NO_END ? max : max - 1,
+                     max == HX_IR_NO_END ? HX_REP_EXPAND : HX_REP_AUTO);
+    rest = HX_SEQ(ir, hx_ir_set(ir, out, n_out, false), rest);
+    return min > 0 ? rest : hx_ir_opt(ir, rest);
 }
 
 /* What a value of the rule's view looks like, whose text is read as JSON where that gives
@@ -1479,7 +1489,7 @@ static hx_ref tagged_value(schema *s, uint32_t rule, unsigned types)
     types = (types & HX_TYPE_ANY) != 0 ? T_ALL : types & T_ALL;
     find_loose(s, rule, &l, 0);
     if (!l.listed && !l.bound && (l.loose & T_STR) != 0)
-        text = text_but(s->ir, types & ~l.loose, l.filled);
+        text = text_but(s->ir, types & ~l.loose, l.min, l.max);
     else if (l.listed && !l.bound && (l.loose & T_STR) == 0)
         text = text_of(s, rule, AS_CLEAR_TEXT, 0);
     return HX_ALT(s->ir, call(s, rule), text);
