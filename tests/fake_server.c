@@ -275,7 +275,7 @@ static void take_chunk(stream *s, const hx_json *chunk)
                  str_at(chunk, "choices.0.finish_reason"));
 }
 
-static stream *read_stream(response *r)
+static inline stream *read_stream(response *r)
 {
     stream *s = hx_new(stream, 1);
     const char *p = r->body.p;
@@ -307,7 +307,7 @@ static stream *read_stream(response *r)
     return s;
 }
 
-static void free_stream(stream *s)
+static inline void free_stream(stream *s)
 {
     hx_sb_free(&s->content);
     hx_sb_free(&s->reasoning);
