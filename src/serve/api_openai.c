@@ -46,16 +46,30 @@ static bool is_tool_part(const hx_json *part)
            hx_str_is(hx_json_str(hx_json_get(part, "type")), "tool_reference");
 }
 
-/* One text part is appended to text. */
-static int put_part(const message *m, size_t j, const hx_json *part, hx_sb *text)
+/* Parts of text, by the names that clients give them. */
+static const struct {
+    const char *type, *member;
+    bool reasoning;
+} part_types[] = {
+    { "text", "text", false },          { "input_text", "text", false },
+    { "output_text", "text", false },   { "refusal", "refusal", false },
+    { "thinking", "thinking", true },   { "reasoning", "text", true },
+    { "reasoning_text", "text", true },
+};
+
+/* One text part is appended to text, or to reasoning. */
+static int put_part(const message *m, size_t j, const hx_json *part, hx_sb *text,
+                    hx_sb *reasoning)
 {
     const hx_str type = hx_json_str(hx_json_get(part, "type"));
-    const hx_json *value =
-        is_kind(part, HX_JSON_STRING) ? part : hx_json_get(part, "text");
+    const hx_json *value = part;
     char at[48];
+    size_t t = 0;
 
     snprintf(at, sizeof at, ".content[%zu]", j);
-    if (!is_kind(part, HX_JSON_STRING) && !hx_str_is(type, "text")) {
+    while (t < HX_LEN(part_types) && !hx_str_is(type, part_types[t].type))
+        t++;
+    if (!is_kind(part, HX_JSON_STRING) && t == HX_LEN(part_types)) {
         char why[128];
 
         if (type.p == NULL)
@@ -64,15 +78,20 @@ static int put_part(const message *m, size_t j, const hx_json *part, hx_sb *text
                  "parts of type %.40s are not supported yet; only text is", type.p);
         return bad_message(m, at, why);
     }
+    if (!is_kind(part, HX_JSON_STRING))
+        value = hx_json_get(part, part_types[t].member);
     if (!is_kind(value, HX_JSON_STRING))
         return bad_message(m, at, "text: expected a string");
+    if (!is_kind(part, HX_JSON_STRING) && part_types[t].reasoning)
+        text = reasoning;
     hx_sb_add(text, hx_json_str(value).p, hx_json_str(value).n);
     return 0;
 }
 
 /* Text parts become one string: every template takes that. Null becomes "": older
  * templates print None. */
-static int put_content(const message *m, const hx_json *content, bool tool)
+static int put_content(const message *m, const hx_json *content, bool tool,
+                       hx_sb *reasoning)
 {
     hx_sb text = { 0 };
     int rc = 0;
@@ -90,7 +109,7 @@ static int put_content(const message *m, const hx_json *content, bool tool)
     if (!is_kind(content, HX_JSON_ARRAY))
         return bad_message(m, ".content", "expected a string or a list of parts");
     for (size_t j = 0; rc == 0 && j < hx_json_len(content); j++)
-        rc = put_part(m, j, hx_json_at(content, j), &text);
+        rc = put_part(m, j, hx_json_at(content, j), &text, reasoning);
     if (rc == 0)
         put_member(m->b, "content", (hx_str) { text.p, text.n });
     m->b->bad = m->b->bad || text.bad;
@@ -153,10 +172,28 @@ static int put_calls(const message *m, const hx_json *calls)
     return 0;
 }
 
-static int put_assistant(const message *m, const hx_json *j)
+/* The call of an API before tools. */
+static int put_function_call(const message *m, const hx_json *call)
+{
+    int rc;
+
+    if (!is_kind(hx_json_get(call, "name"), HX_JSON_STRING))
+        return bad_message(m, ".function_call", "name: expected a string");
+    hx_sb_str(m->b, ",\"tool_calls\":[{\"type\":\"function\",\"function\":{\"name\":");
+    hx_json_put_str(m->b, hx_json_str(hx_json_get(call, "name")));
+    hx_sb_str(m->b, ",\"arguments\":");
+    if ((rc = put_arguments(m, ".function_call", hx_json_get(call, "arguments"))) != 0)
+        return rc;
+    hx_sb_str(m->b, "}}]");
+    return 0;
+}
+
+/* parts: reasoning that came among the content. */
+static int put_assistant(const message *m, const hx_json *j, const hx_sb *parts)
 {
     const hx_json *reasoning = hx_params_get(j, "reasoning_content");
     const hx_json *calls = hx_params_get(j, "tool_calls");
+    const hx_json *old = hx_params_get(j, "function_call");
 
     if (reasoning == NULL)
         reasoning = hx_params_get(j, "reasoning");
@@ -164,7 +201,11 @@ static int put_assistant(const message *m, const hx_json *j)
         return bad_message(m, ".reasoning_content", "expected a string");
     if (reasoning != NULL)
         put_member(m->b, "reasoning_content", hx_json_str(reasoning));
-    return calls != NULL && hx_json_len(calls) > 0 ? put_calls(m, calls) : 0;
+    else if (parts->n > 0)
+        put_member(m->b, "reasoning_content", (hx_str) { parts->p, parts->n });
+    if (calls != NULL && hx_json_len(calls) > 0)
+        return put_calls(m, calls);
+    return old != NULL ? put_function_call(m, old) : 0;
 }
 
 static int put_message(const message *m, const hx_json *j)
@@ -173,11 +214,12 @@ static int put_message(const message *m, const hx_json *j)
         const char *from, *to;
     } roles[] = {
         { "system", "system" },       { "developer", "system" }, { "user", "user" },
-        { "assistant", "assistant" }, { "tool", "tool" },
+        { "assistant", "assistant" }, { "tool", "tool" },        { "function", "tool" },
     };
     const hx_str role = hx_json_str(hx_json_get(j, "role"));
     const hx_str id = hx_json_str(hx_json_get(j, "tool_call_id"));
     const hx_str name = hx_json_str(hx_json_get(j, "name"));
+    hx_sb reasoning = { 0 };
     size_t r = 0;
     int rc;
 
@@ -189,16 +231,17 @@ static int put_message(const message *m, const hx_json *j)
         return bad_message(m, ".role",
                            "expected system, developer, user, assistant or tool");
     hx_sb_printf(m->b, m->i > 0 ? ",{\"role\":\"%s\"" : "{\"role\":\"%s\"", roles[r].to);
-    if ((rc = put_content(m, hx_json_get(j, "content"), hx_str_is(role, "tool"))) != 0)
-        return rc;
+    rc = put_content(m, hx_json_get(j, "content"), hx_str_is(role, "tool"), &reasoning);
     if (id.p != NULL)
         put_member(m->b, "tool_call_id", id);
     if (name.p != NULL)
         put_member(m->b, "name", name);
-    if (hx_str_is(role, "assistant") && (rc = put_assistant(m, j)) != 0)
-        return rc;
+    if (rc == 0 && hx_str_is(role, "assistant"))
+        rc = put_assistant(m, j, &reasoning);
     hx_sb_char(m->b, '}');
-    return 0;
+    m->b->bad = m->b->bad || reasoning.bad;
+    hx_sb_free(&reasoning);
+    return rc;
 }
 
 static int put_messages(hx_call *c, hx_sb *b)
@@ -314,7 +357,8 @@ static int read_tools(hx_call *c, hx_generate *g, hx_sb *b)
         (rc = hx_params_bool(c, c->body, "parallel_tool_calls", &parallel)) != 0)
         return rc;
     g->one_call = !parallel;
-    if (tools == NULL)
+    /* A model that is shown tools writes about them, one way or another. */
+    if (tools == NULL || g->tool_choice == HX_TOOLS_NONE)
         return 0;
     if ((rc = put_tools(c, tools, b, &n)) == 0 && n > 0)
         g->tools = tools;

@@ -211,7 +211,10 @@ static void test_refused(void **state)
           "invalid_value" },
         { "{" USER ",\"response_format\":\"json\"}", "response_format", "invalid_type" },
         { "{" USER ",\"guided_json\":5}", "guided_json", "invalid_type" },
-        { "{" USER ",\"grammar\":\"x\"}", "grammar", "unsupported_value" },
+        { "{" USER ",\"grammar\":5}", "grammar", "invalid_type" },
+        { "{" USER ",\"structured_outputs\":[]}", "structured_outputs", "invalid_type" },
+        { "{" USER ",\"structured_outputs\":{\"choice\":\"a\"}}", "choice",
+          "invalid_type" },
         { "{" USER ",\"temperature\":\"hot\"}", "temperature", "invalid_type" },
         { "{" USER ",\"temperature\":-1}", "temperature", "invalid_value" },
         { "{" USER ",\"top_p\":1.5}", "top_p", "invalid_value" },
@@ -307,7 +310,14 @@ static void test_messages(void **state)
           "[tools=1]user:x;<think>" },
         { "{" USER ",\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"f\"}}],"
           "\"tool_choice\":\"none\"}",
-          "[tools=1]user:x;<think>" },
+          "user:x;<think>" },
+        { "{\"messages\":[{\"role\":\"assistant\",\"content\":[{\"type\":\"thinking\","
+          "\"thinking\":\"t\"},{\"type\":\"output_text\",\"text\":\"o\"}],\"function_"
+          "call\":"
+          "{\"name\":\"f\",\"arguments\":{\"a\":1}}},{\"role\":\"function\",\"name\":"
+          "\"f\","
+          "\"content\":\"r\"}]}",
+          "assistant:(t)o!{\"name\":\"f\",\"arguments\":{\"a\":1}};tool:r;<think>" },
         { "{" USER
           ",\"tools\":[{\"type\":\"web_search\"}],\"parallel_tool_calls\":false}",
           "user:x;<think>" },

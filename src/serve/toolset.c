@@ -141,6 +141,8 @@ int hx_toolset_constrain(hx_call *c, hx_generate *g)
     if (must && hx_json_len(g->tools) == 0)
         return hx_server_problem(c, 400, "tool_choice", "invalid_value",
                                  "tool_choice: there are no tools to call");
+    if (g->tool_choice == HX_TOOLS_NONE)
+        return opener < 0 ? 0 : ban_calls(c, g, opener);
     if (g->tools == NULL)
         return 0;
     if (opener < 0)
@@ -148,8 +150,7 @@ int hx_toolset_constrain(hx_call *c, hx_generate *g)
                      : hx_server_problem(c, 400, "tool_choice", "unsupported_value",
                                          "tool_choice: this model has no token that "
                                          "opens a call; use \"auto\" or \"none\"");
-    return g->tool_choice == HX_TOOLS_NONE ? ban_calls(c, g, opener)
-                                           : constrain(c, g, opener);
+    return constrain(c, g, opener);
 }
 
 /* ---- meaning ------------------------------------------------------------- */
