@@ -216,9 +216,9 @@ typedef struct {
                             * 0: none */
     bool grammar_lazy;     /* only from grammar_at on, whenever it comes */
     bool grammar_again;    /* lazy: what follows a complete grammar is free again */
-    int32_t think_end;     /* the answer begins with reasoning, which this id ends; 0: with
+    int32_t think_end; /* the answer begins with reasoning, which this id ends; 0: with
                             * none */
-    int64_t think_max;     /* tokens of reasoning before think_end is forced; 0: no bound */
+    int64_t think_max; /* tokens of reasoning before think_end is forced; 0: no bound */
 } hx_request;
 
 typedef enum { HX_EV_PROGRESS, HX_EV_TOKENS, HX_EV_DONE, HX_EV_ERROR } hx_event_kind;

@@ -258,7 +258,8 @@ static void fake_end_thinking(hx_stream *s, int32_t from, char *text)
     if (to == from || to == s->n_token)
         return;
     cut = s->end[to - 1] - base;
-    memmove(text + base, text + base + cut, (size_t)(s->end[s->n_token - 1] - base - cut));
+    memmove(text + base, text + base + cut,
+            (size_t)(s->end[s->n_token - 1] - base - cut));
     for (int32_t i = to; i < s->n_token; i++) {
         s->token[from + i - to] = s->token[i];
         s->end[from + i - to] = s->end[i] - cut;

@@ -452,13 +452,13 @@ await test('grammars beyond the limits', async () => {
     const other = chat('Hello!', { reasoning_effort: 'low', ignore_eos: true, max_tokens: 400 });
     for (const b of bad) {
         let best = Infinity;
-        for (let k = 0; k < 3 && best > 100; k++) {
+        for (let k = 0; k < 5 && best > 100; k++) {
             const start = performance.now();
             const error = await refused(chat('Hello!', b), 400);
             assert.ok([Object.keys(b)[0], null].includes(error.param));      // null: too deep for a body
             best = Math.min(best, performance.now() - start);
         }
-        assert.ok(best < 100 || JSON.stringify(b).length > 1e6, `${JSON.stringify(b).slice(0, 60)}: ${best} ms`);
+        assert.ok(best < 100 || JSON.stringify(b).length > 5e5, `${JSON.stringify(b).slice(0, 60)}: ${best} ms`);
     }
     assert.equal((await other).choices[0].finish_reason, 'length');
 });

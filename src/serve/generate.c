@@ -99,20 +99,37 @@ static bool same_turn(void *ud, hx_prompt given, hx_prompt was)
     return hx_toolset_same(g->call->engine, &opt, given, was);
 }
 
-/* The chat's ids. The template always opens <think>; who wants none gets it closed again,
- * as the template itself writes an answer without reasoning. */
-static int render(hx_gen *g)
+/* The chat's ids, earlier calls as they were sampled; what that adds, reasoning that the
+ * client left out, must not make the prompt too long. */
+static int render_ids(hx_gen *g, hx_err *err)
 {
     hx_call *c = g->call;
     const hx_render_opt opt = { .official = hx_server_official_tokens(c->server) };
     const hx_calls_opt replay = { .info = c->info, .same = same_turn, .ud = g };
     hx_ids *ids = &g->rendered;
-    hx_err err = { 0 };
-    int rc = hx_render(c->engine, g->req.vars, &opt, &ids->p, &ids->n, NULL, &err);
+    int rc = hx_render(c->engine, g->req.vars, &opt, &ids->p, &ids->n, NULL, err);
 
     ids->cap = ids->n;
-    if (rc == 0 && g->req.tools != NULL && !g->req.rendered_anew)
-        rc = hx_calls_replay(hx_server_pump(c->server)->calls, &replay, ids, &err);
+    if (rc != 0 || g->req.tools == NULL || g->req.rendered_anew)
+        return rc;
+    rc = hx_calls_replay(hx_server_pump(c->server)->calls, &replay, ids, err);
+    if (rc != 0 || ids->n < c->info->ctx_tokens)
+        return rc;
+    hx_ids_free(ids);
+    *ids = (hx_ids) { 0 };
+    g->req.rendered_anew = true;
+    return render_ids(g, err);
+}
+
+/* The template always opens <think>; who wants none gets it closed again, as the template
+ * itself writes an answer without reasoning. */
+static int render(hx_gen *g)
+{
+    hx_call *c = g->call;
+    hx_ids *ids = &g->rendered;
+    hx_err err = { 0 };
+    int rc = render_ids(g, &err);
+
     if (rc == 0 && g->req.no_thinking && g->think_end >= 0 && ids->n > 0 &&
         ids->p[ids->n - 1] == g->think)
         rc = hx_ids_add(ids, &g->think_end, 1, &err);

@@ -507,6 +507,50 @@ static void test_cuts(void **state)
     assert_true(n > 300);
 }
 
+/* An argument of megabytes arrives piece by piece and whole. */
+static void test_large(void **state)
+{
+    enum { N_PIECE = 4000 };
+    fixture *f = start(NULL, 4, 16, 8 << 20);
+    hx_sb script = { 0 }, want = { 0 };
+    char piece[600];
+
+    (void)state;
+    memset(piece, 'x', sizeof piece);
+    memcpy(piece, "\"\n\\", 3);
+    hx_sb_str(&script, "[[</think>|<tool_call>|f|<arg_key>|text|</arg_key>|<arg_value>");
+    for (int i = 0; i < N_PIECE; i++) {
+        hx_sb_char(&script, '|');
+        hx_sb_add(&script, piece, sizeof piece);
+        hx_sb_add(&want, piece, sizeof piece);
+    }
+    hx_sb_str(&script, "|</arg_value>|</tool_call>]]");
+#define TEXT_TOOL                                                                        \
+    ",\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"f\",\"parameters\":{"   \
+    "\"type\":\"object\",\"properties\":{\"text\":{\"type\":\"string\"}}}}}]"
+    for (int i = 0; i < 2; i++) {
+        response *r = chat(f, script.p, i > 0 ? TEXT_TOOL ",\"stream\":true" : TEXT_TOOL);
+        stream *s = i > 0 ? read_stream(r) : NULL;
+        const char *text =
+            i > 0 ? s->calls.p + strlen("|f|")
+                  : str_at(r->json, "choices.0.message.tool_calls.0.function."
+                                    "arguments");
+        hx_json *args;
+
+        assert_int_equal(hx_json_parse(&args, hx_str_c(text), 0, NULL), 0);
+        assert_true(hx_str_is(hx_json_str(hx_json_get(args, "text")), want.p));
+        if (s != NULL) {
+            assert_true(s->n_chunk > N_PIECE / 10);
+            free_stream(s);
+        }
+        hx_json_free(args);
+        done(r);
+    }
+    hx_sb_free(&script);
+    hx_sb_free(&want);
+    stop(f);
+}
+
 static void test_no_leaks(void **state)
 {
     (void)state;
@@ -519,7 +563,7 @@ int main(void)
         cmocka_unit_test(test_tool_choice),  cmocka_unit_test(test_budget),
         cmocka_unit_test(test_end_thinking), cmocka_unit_test(test_loop_guard),
         cmocka_unit_test(test_loop),         cmocka_unit_test(test_cuts),
-        cmocka_unit_test(test_no_leaks),
+        cmocka_unit_test(test_large),        cmocka_unit_test(test_no_leaks),
     };
 
     return cmocka_run_group_tests_name("generate", tests, NULL, NULL);
