@@ -6,6 +6,7 @@
  * a document is what the reply parser makes of the answer: [{"name", "arguments"} …]. The
  * vocabulary is single bytes, a few longer texts, the markers and an end. */
 #include <stdio.h>
+#include <stdlib.h>
 
 #include "text/text.h"
 
@@ -252,13 +253,14 @@ int main(void)
 
         if (hx_json_parse(&j, (hx_str) { line, (size_t)n }, 200, &err) != 0) {
             fprintf(stderr, "%s\n", err.msg);
-            return 1;
+            exit(1);
         }
         answer(v, j, &out);
         fwrite(out.p, 1, out.n, stdout);
         hx_sb_free(&out);
         hx_json_free(j);
     }
+    free(line);
     hx_vocab_close(v);
     return v != NULL ? 0 : 1;
 }

@@ -198,7 +198,8 @@ static void test_begins(void **state)
     hx_close(e);
 }
 
-int main(void)
+/* An argument is a pattern of the tests to run. */
+int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_shared),
@@ -207,5 +208,7 @@ int main(void)
         cmocka_unit_test(test_begins),
     };
 
+    if (argc > 1)
+        cmocka_set_test_filter(argv[1]);
     return cmocka_run_group_tests_name("grammars", tests, NULL, NULL);
 }
