@@ -8,9 +8,10 @@
  *   [[{score=100}a]]               scoring it takes 100 ms
  *
  * The last [[…]] of the prompt counts; without one the answer is "ok". $seed, $params,
- * $grammar and $source as a token show what was submitted. Ids: 0..255 bytes, then the markers, then pieces as
- * they come. One thread serves all streams in turn, as the real engine's does, in steps:
- * streams of one pace have their tokens together; and it pauses who does not take them.
+ * $grammar and $source as a token show what was submitted. Ids: 0..255 bytes, then the
+ * markers, then pieces as they come. One thread serves all streams in turn, as the real
+ * engine's does, in steps: streams of one pace have their tokens together; and it pauses
+ * who does not take them.
  */
 #include <pthread.h>
 #include <stdio.h>

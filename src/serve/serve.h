@@ -222,8 +222,7 @@ typedef struct {
     bool rendered_anew; /* chat: earlier calls as the client gives them, not as sampled */
     bool loop_guard;    /* an answer that only repeats itself is ended */
     bool no_thinking;   /* chat: an opened <think> is closed at once */
-    int64_t think_budget;    /* chat: tokens of reasoning at most; 0 and -1: no bound
-                                * (who wants no token of it sets no_thinking) */
+    int64_t think_budget;    /* chat: tokens of reasoning at most; 0 and -1: no bound */
     const hx_prompt *prompt; /* [n_prompt] raw prompts; chat: the rendered one, later */
     int32_t n_prompt, n;     /* prompts, answers of each */
     bool keep_special;       /* special tokens are shown */
@@ -250,8 +249,8 @@ typedef struct {
     const hx_choice *top; /* [sampling.n_top] */
     int64_t offset;       /* characters of the raw answer before the token */
     hx_stop stop;
-    int32_t loop_tokens,
-        loop_times; /* END by the loop guard: what was repeated; else 0 */
+    int32_t loop_tokens; /* END by the loop guard: so many were repeated; else 0 */
+    int32_t loop_times;
     int32_t n_call;
     int64_t n_prompt, n_cached, n_answer, n_reasoning; /* tokens */
     hx_times times;
