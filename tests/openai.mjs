@@ -251,6 +251,17 @@ await test('structured output', async () => {
     assert.ok(['red', 'blue'].includes(await text('Hello!', { guided_choice: ['red', 'blue'] })));
 });
 
+await test('errors', async () => {
+    await refused(chat('x', { temperature: 'hot' }), 400, 'invalid_type', 'temperature');
+    await refused(chat('x', { messages: [] }), 400, 'invalid_type', 'messages');
+    await refused(chat('x', { response_format: { type: 'json_schema', json_schema: { name: 'a', schema: { not: {} } } } }),
+                  400, 'unsupported_value', 'response_format');
+    await refused(client.embeddings.create({ model, input: 'x' }), 404, 'not_found');
+    const long = await refused(chat('word '.repeat(40000), { stream: true }), 400, 'context_length_exceeded');
+    assert.ok(long.error.n_prompt_tokens > long.error.n_ctx);
+    assert.ok(long.message.includes(String(long.error.n_ctx)));
+});
+
 // What a model that would rather chat is made to call.
 const wide = [...tools, { type: 'function', function: { name: 'plan', strict: true, parameters: {
     type: 'object', additionalProperties: false, required: ['steps', 'when', 'draft'],
@@ -461,17 +472,6 @@ await test('grammars beyond the limits', async () => {
         assert.ok(best < 100 || JSON.stringify(b).length > 5e5, `${JSON.stringify(b).slice(0, 60)}: ${best} ms`);
     }
     assert.equal((await other).choices[0].finish_reason, 'length');
-});
-
-await test('errors', async () => {
-    await refused(chat('x', { temperature: 'hot' }), 400, 'invalid_type', 'temperature');
-    await refused(chat('x', { messages: [] }), 400, 'invalid_type', 'messages');
-    await refused(chat('x', { response_format: { type: 'json_schema', json_schema: { name: 'a', schema: { not: {} } } } }),
-                  400, 'unsupported_value', 'response_format');
-    await refused(client.embeddings.create({ model, input: 'x' }), 404, 'not_found');
-    const long = await refused(chat('word '.repeat(40000), { stream: true }), 400, 'context_length_exceeded');
-    assert.ok(long.error.n_prompt_tokens > long.error.n_ctx);
-    assert.ok(long.message.includes(String(long.error.n_ctx)));
 });
 
 await test('abort frees the place', async () => {
