@@ -198,14 +198,55 @@ static void test_begins(void **state)
     hx_close(e);
 }
 
+/* Who would rather end than think on ends its reasoning, and keeps to the grammar. */
+static void test_ends_early(void **state)
+{
+    hx_engine *e;
+    hx_err err = { 0 };
+    hx_info info;
+    hx_bias bias[32];
+    hx_stream *s;
+    hx_event ev;
+    hx_sb text = { 0 };
+
+    (void)state;
+    if (hx_open(&e, &(hx_options) { .model_dir = "models/demo-exl3", .max_streams = 1 },
+                &err) != 0)
+        fail_msg("%s", err.msg);
+    hx_get_info(e, &info);
+    const int32_t prompt[] = { 100, 101 }, close = hx_token_id(e, HX_STR("</think>"));
+    for (int32_t i = 0; i < info.n_eos; i++)
+        bias[i] = (hx_bias) { info.eos[i], 100 };
+    const hx_request r = { .tokens = prompt,
+                           .n_tokens = 2,
+                           .max_new = 60,
+                           .bias = bias,
+                           .n_bias = info.n_eos,
+                           .grammar_kind = HX_GRAMMAR_REGEX,
+                           .grammar = HX_STR("[a-f]{6}"),
+                           .grammar_after = close,
+                           .think_end = close };
+
+    if (hx_submit(e, &r, &s, &err) != 0)
+        fail_msg("%s", err.msg);
+    while (hx_next(s, &ev, -1) == 1 && ev.kind == HX_EV_TOKENS)
+        hx_sb_add(&text, ev.bytes.p, ev.bytes.n);
+    assert_int_equal(ev.stop, HX_STOP_EOS);
+    assert_int_equal(text.n, strlen("</think>") + 6);
+    assert_int_equal(strncmp(text.p, "</think>", 8), 0);
+    assert_int_equal(strspn(text.p + 8, "abcdef"), 6);
+    hx_sb_free(&text);
+    hx_stream_free(s);
+    hx_close(e);
+}
+
 /* An argument is a pattern of the tests to run. */
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_shared),
-        cmocka_unit_test(test_idle),
-        cmocka_unit_test(test_side_by_side),
-        cmocka_unit_test(test_begins),
+        cmocka_unit_test(test_shared),       cmocka_unit_test(test_idle),
+        cmocka_unit_test(test_side_by_side), cmocka_unit_test(test_begins),
+        cmocka_unit_test(test_ends_early),
     };
 
     if (argc > 1)

@@ -118,7 +118,7 @@ int hx_sample_row_of(hx_stream *s, hx_sample_row *row, hx_err *err)
         .n_top = r->n_top,
         .want_logprob = r->want_logprobs,
     };
-    if (r->ignore_eos || made < r->min_new || awaits_grammar(s)) {
+    if (r->ignore_eos || made < r->min_new || (awaits_grammar(s) && !s->thinking)) {
         row->ban = s->ban;
         row->n_ban = s->n_ban;
     }
@@ -132,17 +132,28 @@ int hx_sample_row_of(hx_stream *s, hx_sample_row *row, hx_err *err)
     return hx_grammar_mask(s->matcher, s->mask, err);
 }
 
+static bool is_end(const hx_stream *s, int32_t id)
+{
+    for (int32_t i = 0; i < s->n_ban; i++)
+        if (s->ban[i] == id)
+            return true;
+    return false;
+}
+
+/* A model that would end its answer amid its reasoning has thought enough, where a grammar
+ * is to follow. */
 int32_t hx_sample_settle(hx_stream *s, int32_t id)
 {
     const hx_request *r = &s->req;
     const int64_t made = s->n_token - s->n_prompt;
+    const bool calls = r->grammar_at != 0 && id == r->grammar_at;
 
     if (!s->thinking)
         return id;
-    if (id != r->grammar_at &&
-        ((r->think_max > 0 && made >= r->think_max) || atomic_load(&s->end_thinking)))
+    if (!calls && ((r->think_max > 0 && made >= r->think_max) ||
+                   atomic_load(&s->end_thinking) || (awaits_grammar(s) && is_end(s, id))))
         id = r->think_end;
-    s->thinking = id != r->think_end && (id != r->grammar_at || r->grammar_at == 0);
+    s->thinking = id != r->think_end && !calls;
     return id;
 }
 
