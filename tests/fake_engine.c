@@ -8,7 +8,7 @@
  *   [[{score=100}a]]               scoring it takes 100 ms
  *
  * The last [[…]] of the prompt counts; without one the answer is "ok". $seed, $params,
- * $grammar and $source as a token show what was submitted. Ids: 0..255 bytes, then the
+ * $grammar and $source as a token show what was submitted; $mega is a MiB of m. Ids: 0..255 bytes, then the
  * markers, then pieces as they come. One thread serves all streams in turn, as the real
  * engine's does, in steps: streams of one pace have their tokens together; and it pauses
  * who does not take them.
@@ -23,6 +23,7 @@
 #define FAKE_FIRST  512 /* id of the first piece */
 #define FAKE_TOKENS 65536
 #define FAKE_SLOTS  512
+#define FAKE_MEGA   (1 << 20)
 #define FAKE_RING   240 /* tokens not yet taken that pause a stream */
 
 static const struct {
@@ -216,6 +217,7 @@ static int64_t fake_option(hx_str options, const char *name, int64_t dflt)
 
 static void fake_add(hx_stream *s, hx_sb *text, hx_str piece)
 {
+    static char mega[FAKE_MEGA];
     char buf[200];
 
     if (hx_str_is(piece, "$seed")) {
@@ -240,6 +242,9 @@ static void fake_add(hx_stream *s, hx_sb *text, hx_str piece)
         piece = hx_str_c(buf);
     } else if (hx_str_is(piece, "$source")) {
         piece = s->req.grammar;
+    } else if (hx_str_is(piece, "$mega")) {
+        piece = (hx_str) { mega, FAKE_MEGA };
+        memset(mega, 'm', FAKE_MEGA);
     }
     if (s->n_token == s->cap || piece.n == 0)
         return;

@@ -510,7 +510,7 @@ static void test_cuts(void **state)
 /* An argument of megabytes arrives piece by piece and whole. */
 static void test_large(void **state)
 {
-    enum { N_PIECE = 4000 };
+    enum { N_PIECE = 600, N_MEGA = 3 };
     fixture *f = start(NULL, 4, 16, 8 << 20);
     hx_sb script = { 0 }, want = { 0 };
     char piece[600];
@@ -523,6 +523,11 @@ static void test_large(void **state)
         hx_sb_char(&script, '|');
         hx_sb_add(&script, piece, sizeof piece);
         hx_sb_add(&want, piece, sizeof piece);
+    }
+    for (int i = 0; i < N_MEGA; i++) {
+        hx_sb_str(&script, "|$mega");
+        for (int k = 0; k < FAKE_MEGA; k++)
+            hx_sb_char(&want, 'm');
     }
     hx_sb_str(&script, "|</arg_value>|</tool_call>]]");
 #define TEXT_TOOL                                                                        \
