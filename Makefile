@@ -118,7 +118,7 @@ $(BUILD)/test/$(basename $(notdir $(1))): $(OBJ)/$(1:.c=.o) $(LIB)
 endef
 $(foreach t,$(TESTS),$(eval $(call test_rule,$(t))))
 
-$(BUILD)/test/tok_driver: tests/tok_driver.c $(LIB)
+$(BUILD)/test/%_driver: tests/%_driver.c $(LIB)
 	@mkdir -p $(@D)
 	$(CC) $(filter-out -MMD -MP,$(CFLAGS)) $(LDFLAGS) $^ $(LIBS) -o $@
 
@@ -141,7 +141,7 @@ serve: deps
 test: deps-test
 	@$(MAKE) --no-print-directory test-run
 
-test-run: $(BUILD)/hoist $(TESTBIN) $(BUILD)/test/tok_driver $(REPLAY)
+test-run: $(BUILD)/hoist $(TESTBIN) $(BUILD)/test/tok_driver $(BUILD)/test/grammar_driver $(REPLAY)
 	@tests/run.sh $(BUILD)
 
 test-unit: deps-test

@@ -6,13 +6,20 @@
 #include "text/grammar.h"
 
 static const char *const words[] = {
-    "\"",          "{",   "}",    "[",   "]",    ",",    ":",        " ",
-    "{\"",         "\":", "\": ", "\",", "a",    "b",    "ab",       "x",
-    "foo",         "0",   "1",    "-",   "12",   ".",    "e",        "true",
-    "null",        "\\",  "\\n",  "u",   "\xc3", "\xa9", "\xc3\xa9", "\xe2\x98\x83",
-    "hello world", "\n",  "z",    "}]",  "\"}",  "<s>",  "</s>",
+    "\"",          "{",          "}",           "[",
+    "]",           ",",          ":",           " ",
+    "{\"",         "\":",        "\": ",        "\",",
+    "a",           "b",          "ab",          "x",
+    "foo",         "0",          "1",           "-",
+    "12",          ".",          "e",           "true",
+    "null",        "\\",         "\\n",         "u",
+    "\xc3",        "\xa9",       "\xc3\xa9",    "\xe2\x98\x83",
+    "hello world", "\n",         "z",           "}]",
+    "\"}",         "<s>",        "<tool_call>", "</tool_call>",
+    "<arg_key>",   "</arg_key>", "<arg_value>", "</arg_value>",
+    "</s>",
 };
-enum { N = HX_LEN(words), SPECIAL = N - 2, END = N - 1, STEPS = 24 };
+enum { N = HX_LEN(words), SPECIAL = N - 8, END = N - 1, STEPS = 24 };
 
 static void walk(hx_grammar *g, uint32_t how)
 {
@@ -66,9 +73,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         return 0;
     for (int32_t i = 0; i < N; i++)
         bytes[i] = hx_str_c(words[i]);
-    special[SPECIAL] = true;
+    for (int32_t i = SPECIAL; i < END; i++)
+        special[i] = true;
     const hx_vocab_opt vocab = { bytes, special, N, N, &end, 1 };
-    const hx_grammar_kind kind = (hx_grammar_kind)(HX_GRAMMAR_JSON_SCHEMA + data[0] % 4);
+    const hx_grammar_kind kind =
+        data[0] >= 128 ? HX_GRAMMAR_TOOLS
+                       : (hx_grammar_kind)(HX_GRAMMAR_JSON_SCHEMA + data[0] % 4);
 
     hx_assert(hx_vocab_open(&v, &vocab, NULL) == 0);
     if (hx_grammar_open(&g, v, kind, (hx_str) { (const char *)data + 2, size - 2 }, &opt,

@@ -2,7 +2,8 @@
  *
  *   hx_engine   a loaded model on its devices. Safe to use from any thread.
  *   hx_stream   one submitted request. Used by one thread at a time, except
- *               hx_cancel() and hx_force(), which any thread may call.
+ *               hx_cancel(), hx_force() and hx_end_thinking(), which any
+ *               thread may call.
  *
  * Functions that can fail return 0 or a negative HX_E code and, when they take
  * an hx_err, a sentence a user can act on. Strings are UTF-8 with a length;
@@ -181,7 +182,8 @@ typedef enum {
     HX_GRAMMAR_JSON_SCHEMA, /* a document of this schema */
     HX_GRAMMAR_REGEX,       /* all of it matches */
     HX_GRAMMAR_EBNF,        /* GBNF rules, from "root" on */
-    HX_GRAMMAR_CHOICE       /* one of a JSON list of strings */
+    HX_GRAMMAR_CHOICE,      /* one of a JSON list of strings */
+    HX_GRAMMAR_TOOLS        /* calls of tools, as the model marks them up */
 } hx_grammar_kind;
 
 /* Zero means off unless said otherwise. All arrays are copied by hx_submit(). */
@@ -215,6 +217,13 @@ typedef struct {
     hx_grammar_kind grammar_kind; /* the answer keeps to grammar ... */
     hx_str grammar;
     int32_t grammar_after; /* ... from after this id on ("</think>"); 0: from the start */
+    int32_t grammar_at;    /* ... or from this id on, which is part of it ("<tool_call>");
+                            * 0: none */
+    bool grammar_lazy;     /* only from grammar_at on, whenever it comes */
+    bool grammar_again;    /* lazy: what follows a complete grammar is free again */
+    int32_t think_end; /* the answer begins with reasoning, which this id ends; 0: with
+                            * none */
+    int64_t think_max; /* tokens of reasoning before think_end is forced; 0: no bound */
 } hx_request;
 
 typedef enum { HX_EV_PROGRESS, HX_EV_TOKENS, HX_EV_DONE, HX_EV_ERROR } hx_event_kind;
@@ -271,6 +280,9 @@ void hx_on_ready(hx_stream *s, void (*fn)(void *ud), void *ud);
 
 /* The next n sampled tokens are replaced by these (to close reasoning, say). */
 int hx_force(hx_stream *s, const int32_t *tokens, int32_t n, hx_err *err);
+
+/* Ends reasoning: the next token is think_end, unless reasoning is over. Any thread. */
+void hx_end_thinking(hx_stream *s);
 
 void hx_cancel(hx_stream *s);
 void hx_stream_free(hx_stream *s); /* cancels if still running */

@@ -7,10 +7,11 @@
  *   [[{error=2}a|b|c]]             fails after 2 tokens
  *   [[{score=100}a]]               scoring it takes 100 ms
  *
- * The last [[…]] of the prompt counts; without one the answer is "ok". $seed and $params
- * as a token show what was submitted. Ids: 0..255 bytes, then the markers, then pieces as
- * they come. One thread serves all streams in turn, as the real engine's does, in steps:
- * streams of one pace have their tokens together; and it pauses who does not take them.
+ * The last [[…]] of the prompt counts; without one the answer is "ok". $seed, $params,
+ * $grammar and $source as a token show what was submitted; $mega is a MiB of m. Ids: 0..255 bytes, then the
+ * markers, then pieces as they come. One thread serves all streams in turn, as the real
+ * engine's does, in steps: streams of one pace have their tokens together; and it pauses
+ * who does not take them.
  */
 #include <pthread.h>
 #include <stdio.h>
@@ -22,6 +23,7 @@
 #define FAKE_FIRST  512 /* id of the first piece */
 #define FAKE_TOKENS 65536
 #define FAKE_SLOTS  512
+#define FAKE_MEGA   (1 << 20)
 #define FAKE_RING   240 /* tokens not yet taken that pause a stream */
 
 static const struct {
@@ -46,7 +48,7 @@ struct hx_stream {
     char *text;
     int32_t n_token, n_out, n_taken, error_after;
     int64_t delay_us, prefill_us, due_us;
-    bool running, cancelled, ended, failed;
+    bool running, cancelled, ended, failed, end_thinking;
     hx_stop stop_why;
     hx_times times;
     void (*ready)(void *);
@@ -215,6 +217,7 @@ static int64_t fake_option(hx_str options, const char *name, int64_t dflt)
 
 static void fake_add(hx_stream *s, hx_sb *text, hx_str piece)
 {
+    static char mega[FAKE_MEGA];
     char buf[200];
 
     if (hx_str_is(piece, "$seed")) {
@@ -230,12 +233,44 @@ static void fake_add(hx_stream *s, hx_sb *text, hx_str piece)
                  (long long)s->req.max_new, (long long)s->req.min_new, s->req.ignore_eos,
                  s->req.n_bias, s->req.n_stop_ids);
         piece = hx_str_c(buf);
+    } else if (hx_str_is(piece, "$grammar")) {
+        snprintf(buf, sizeof buf,
+                 "kind=%d after=%d at=%d lazy=%d again=%d think=%d/%lld bias=%d",
+                 (int)s->req.grammar_kind, s->req.grammar_after, s->req.grammar_at,
+                 s->req.grammar_lazy, s->req.grammar_again, s->req.think_end,
+                 (long long)s->req.think_max, s->req.n_bias);
+        piece = hx_str_c(buf);
+    } else if (hx_str_is(piece, "$source")) {
+        piece = s->req.grammar;
+    } else if (hx_str_is(piece, "$mega")) {
+        piece = (hx_str) { mega, FAKE_MEGA };
+        memset(mega, 'm', FAKE_MEGA);
     }
     if (s->n_token == s->cap || piece.n == 0)
         return;
     hx_sb_add(text, piece.p, piece.n);
     s->token[s->n_token] = fake_intern(s->e, piece);
     s->end[s->n_token++] = (int32_t)text->n;
+}
+
+/* Reasoning ends with the token at `from`: what is left of it is taken out. */
+static void fake_end_thinking(hx_stream *s, int32_t from, char *text)
+{
+    const int32_t base = from > 0 ? s->end[from - 1] : 0;
+    int32_t to = from, cut;
+
+    while (to < s->n_token && s->token[to] != s->req.think_end)
+        to++;
+    if (to == from || to == s->n_token)
+        return;
+    cut = s->end[to - 1] - base;
+    memmove(text + base, text + base + cut,
+            (size_t)(s->end[s->n_token - 1] - base - cut));
+    for (int32_t i = to; i < s->n_token; i++) {
+        s->token[from + i - to] = s->token[i];
+        s->end[from + i - to] = s->end[i] - cut;
+    }
+    s->n_token -= to - from;
 }
 
 static void fake_cut_at_stop(hx_stream *s, hx_sb *text)
@@ -302,6 +337,8 @@ static void fake_script(hx_stream *s, hx_str prompt, int64_t room)
             rest.p += HX_MIN(n + 1, rest.n);
             rest.n -= HX_MIN(n + 1, rest.n);
         }
+    if (s->req.think_max > 0 && s->req.think_max < s->n_token)
+        fake_end_thinking(s, (int32_t)s->req.think_max, text.p);
     fake_cut_at_stop(s, &text);
     if (s->req.max_new > 0)
         room = HX_MIN(room, s->req.max_new);
@@ -362,6 +399,9 @@ static void fake_step(hx_stream *s, int64_t now)
         } else if (s->n_out - s->n_taken >= FAKE_RING) {
             s->due_us = now + 1000;
         } else {
+            if (s->end_thinking)
+                fake_end_thinking(s, s->n_out, s->text);
+            s->end_thinking = false;
             s->n_out++;
             s->due_us = s->delay_us > 0 ? (now / s->delay_us + 1) * s->delay_us : now;
             fake_news(s);
@@ -504,6 +544,13 @@ void hx_on_ready(hx_stream *s, void (*fn)(void *ud), void *ud)
     s->ready_ud = ud;
     if (fn != NULL && (s->n_taken < s->n_out || s->ended))
         fn(ud);
+    pthread_mutex_unlock(&s->e->lock);
+}
+
+void hx_end_thinking(hx_stream *s)
+{
+    pthread_mutex_lock(&s->e->lock);
+    s->end_thinking = true;
     pthread_mutex_unlock(&s->e->lock);
 }
 

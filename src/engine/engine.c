@@ -345,6 +345,8 @@ static int open_rest(hx_engine *e, const hx_options *opt, hx_err *err)
                             err)) != 0)
         return rc;
     describe(e, opt->model_dir);
+    if ((rc = hx_grammars_open(&e->grammars, err)) != 0)
+        return rc;
     if (!hx_model_is_synthetic(opt->model_dir) &&
         ((rc = open_tokenizer(e, opt->model_dir, err)) != 0 ||
          (rc = open_template(e, opt->model_dir, err)) != 0 ||
@@ -420,6 +422,7 @@ void hx_close(hx_engine *e)
     }
     hx_model_close(e->model);
     hx_dev_close(e->dev);
+    hx_grammars_close(e->grammars);
     hx_vocab_close(e->vocab);
     hx_jinja_close(e->chat);
     hx_tok_close(e->tok);
@@ -576,6 +579,7 @@ static int check_request(const hx_engine *e, const hx_request *r, hx_err *err)
                        (long long)r->n_tokens, (long long)e->info.ctx_tokens);
     if ((rc = check_ids(e, r->tokens, r->n_tokens, "prompt", err)) != 0 ||
         (rc = check_ids(e, r->stop_ids, r->n_stop_ids, "stop_token_ids", err)) != 0 ||
+        (rc = check_ids(e, &r->think_end, 1, "think_end", err)) != 0 ||
         (rc = check_range(r->temperature, 0, 100, "temperature", err)) != 0 ||
         (rc = check_range(r->top_p, 0, 1, "top_p", err)) != 0 ||
         (rc = check_range(r->min_p, 0, 1, "min_p", err)) != 0 ||
@@ -879,6 +883,11 @@ static void nudge(hx_engine *e)
 {
     atomic_store(&e->nudge, true);
     pthread_cond_signal(&e->wake);
+}
+
+void hx_end_thinking(hx_stream *s)
+{
+    atomic_store(&s->end_thinking, true);
 }
 
 void hx_cancel(hx_stream *s)

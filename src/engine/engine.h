@@ -75,10 +75,12 @@ struct hx_stream {
     uint64_t order; /* of arrival */
     hx_history hist;
     hx_stopper stopper;
-    hx_grammar *grammar; /* NULL: none */
+    hx_grammar *grammar; /* NULL: none; shared */
     hx_matcher *matcher;
     uint32_t *mask;                       /* [ceil(N / 32)] */
-    bool grammar_on;                      /* grammar_after has come */
+    bool grammar_on;                      /* the answer keeps to it now */
+    bool thinking;                        /* think_end has not come yet */
+    _Atomic bool end_thinking;            /* it shall be the next; any thread */
     hx_out_token pend[HX_STOP_BYTES + 8]; /* tokens held back for a stop text */
     int32_t n_pend;
     int32_t ban[64 + HX_STOP_MAX], n_ban; /* end ids */
@@ -107,6 +109,8 @@ struct hx_stream {
 
 /* ---- engine ----------------------------------------------------------- */
 
+typedef struct hx_grammars hx_grammars;
+
 struct hx_engine {
     hx_info info;
     char name[256], arch[64];
@@ -118,6 +122,7 @@ struct hx_engine {
     hx_tok *tok;     /* NULL: the folder has no tokenizer */
     hx_jinja *chat;  /* NULL: no template */
     hx_vocab *vocab; /* of tok, for grammars */
+    hx_grammars *grammars;
 
     pthread_mutex_t lock;
     pthread_cond_t wake;
@@ -154,13 +159,23 @@ struct hx_engine {
 void *hx_sched_run(void *engine);            /* sched.c: the engine thread */
 void hx_engine_stream_destroy(hx_stream *s); /* engine.c */
 
+/* grammars.c: *out stays until it is dropped as often as it was taken. Errors as
+ * hx_grammar_open(). Thread: any. */
+int hx_grammars_open(hx_grammars **out, hx_err *err);
+void hx_grammars_close(hx_grammars *all);
+int hx_grammars_take(hx_grammars *all, const hx_vocab *v, hx_grammar_kind kind,
+                     hx_str source, hx_grammar **out, hx_err *err);
+void hx_grammars_drop(hx_grammars *all, hx_grammar *g);
+
 /* sample.c */
 int hx_sample_open(hx_stream *s, hx_err *err);
 void hx_sample_close(hx_stream *s);
 void hx_sample_seen(hx_history *h, int32_t id, bool answer);
 /* Fills *row for the stream's next token. */
 int hx_sample_row_of(hx_stream *s, hx_sample_row *row, hx_err *err);
-/* The stream's next token is id: its grammar moves on, or begins. */
+/* What comes instead of the token chosen, id: the end of reasoning, where that is due. */
+int32_t hx_sample_settle(hx_stream *s, int32_t id);
+/* The stream's next token is id: its grammar moves on, begins or is over. */
 int hx_sample_follow(hx_stream *s, int32_t id, hx_err *err);
 /* Adds the bytes of one more token. Returns the index of the stop text found, or -1;
  * *n_sure gets how many of all held bytes are certain to be shown (all before the stop

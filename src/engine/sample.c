@@ -14,15 +14,16 @@ static int open_grammar(hx_stream *s, hx_err *err)
         return 0;
     if (e->vocab == NULL)
         return hx_fail(err, HX_EUNSUP, "grammar: model %s has no tokenizer", e->name);
-    if ((rc = hx_grammar_open(&s->grammar, e->vocab, r->grammar_kind, r->grammar, NULL,
-                              err)) != 0)
+    if ((rc = hx_grammars_take(e->grammars, e->vocab, r->grammar_kind, r->grammar,
+                               &s->grammar, err)) != 0)
         return rc;
     s->matcher = hx_new(hx_matcher, 1);
     s->mask = hx_new(uint32_t, (e->info.n_vocab + 31) / 32);
     if (s->matcher == NULL || s->mask == NULL)
         return hx_fail(err, HX_ENOMEM, "request: no memory for its grammar");
-    hx_grammar_start(s->grammar, s->matcher);
-    s->grammar_on = r->grammar_after == 0;
+    s->grammar_on = r->grammar_after == 0 && !r->grammar_lazy;
+    /* Such an answer ends where its grammar does, and not before it begins. */
+    s->req.ignore_eos = r->ignore_eos && r->grammar_lazy;
     return 0;
 }
 
@@ -33,6 +34,7 @@ int hx_sample_open(hx_stream *s, hx_err *err)
     hx_history *h = &s->hist;
     int rc;
 
+    s->thinking = r->think_end != 0;
     if ((rc = open_grammar(s, err)) != 0)
         return rc;
     s->stopper.n_stop = r->n_stop;
@@ -58,7 +60,7 @@ no_memory:
 
 void hx_sample_close(hx_stream *s)
 {
-    hx_grammar_close(s->grammar);
+    hx_grammars_drop(s->engine->grammars, s->grammar);
     hx_free(s->matcher);
     hx_free(s->mask);
     hx_free(s->stopper.held);
@@ -78,6 +80,19 @@ void hx_sample_seen(hx_history *h, int32_t id, bool answer)
     }
     if (answer)
         h->count[h->at[id] - 1]++;
+}
+
+/* Matchers of one grammar share its states, so they begin on the engine thread only. */
+static void start(hx_stream *s)
+{
+    if (s->matcher->g == NULL)
+        hx_grammar_start(s->grammar, s->matcher);
+}
+
+/* An answer that must keep to a grammar cannot end before that has begun. */
+static bool awaits_grammar(const hx_stream *s)
+{
+    return s->grammar != NULL && !s->grammar_on && !s->req.grammar_lazy;
 }
 
 int hx_sample_row_of(hx_stream *s, hx_sample_row *row, hx_err *err)
@@ -103,23 +118,66 @@ int hx_sample_row_of(hx_stream *s, hx_sample_row *row, hx_err *err)
         .n_top = r->n_top,
         .want_logprob = r->want_logprobs,
     };
-    if (r->ignore_eos || made < r->min_new) {
+    if (r->ignore_eos || made < r->min_new || (awaits_grammar(s) && !s->thinking)) {
         row->ban = s->ban;
         row->n_ban = s->n_ban;
     }
     if (!s->grammar_on)
         return 0;
+    start(s);
+    /* Where nothing can follow the answer ends, however few tokens it has. */
+    if (hx_grammar_done(s->matcher) == HX_GRAMMAR_MUST_END)
+        row->n_ban = 0;
     row->mask = s->mask;
     return hx_grammar_mask(s->matcher, s->mask, err);
 }
 
+static bool is_end(const hx_stream *s, int32_t id)
+{
+    for (int32_t i = 0; i < s->n_ban; i++)
+        if (s->ban[i] == id)
+            return true;
+    return false;
+}
+
+/* A model that would end its answer amid its reasoning has thought enough, where a grammar
+ * is to follow. */
+int32_t hx_sample_settle(hx_stream *s, int32_t id)
+{
+    const hx_request *r = &s->req;
+    const int64_t made = s->n_token - s->n_prompt;
+    const bool calls = r->grammar_at != 0 && id == r->grammar_at;
+
+    if (!s->thinking)
+        return id;
+    if (!calls && ((r->think_max > 0 && made >= r->think_max) ||
+                   atomic_load(&s->end_thinking) || (awaits_grammar(s) && is_end(s, id))))
+        id = r->think_end;
+    s->thinking = id != r->think_end && !calls;
+    return id;
+}
+
 int hx_sample_follow(hx_stream *s, int32_t id, hx_err *err)
 {
+    const hx_request *r = &s->req;
+
     if (s->grammar == NULL)
         return 0;
-    if (s->grammar_on && hx_grammar_accept(s->matcher, id) != 0)
+    if (!s->grammar_on && id == r->grammar_after && !r->grammar_lazy) {
+        s->grammar_on = true;
+        return 0;
+    }
+    s->grammar_on |= id == r->grammar_at && r->grammar_at != 0;
+    if (!s->grammar_on)
+        return 0;
+    start(s);
+    if (hx_grammar_accept(s->matcher, id) != 0)
         return hx_fail(err, HX_EARG, "grammar: token %d is not allowed here", id);
-    s->grammar_on |= id == s->req.grammar_after;
+    if (r->grammar_lazy && r->grammar_again &&
+        hx_grammar_done(s->matcher) == HX_GRAMMAR_MUST_END) {
+        s->grammar_on = false;
+        s->matcher->g = NULL;
+    }
     return 0;
 }
 

@@ -173,7 +173,7 @@ static bool accept_token(hx_stream *s, hx_out_token *t)
     hx_err err = { 0 };
     int32_t which;
 
-    t->token = forced_or(s, t->token);
+    t->token = hx_sample_settle(s, forced_or(s, t->token));
     hx_count(HX_C_generation_tokens_total, 1);
     hx_sample_seen(&s->hist, t->token, true);
     s->token[s->n_token++] = t->token;

@@ -46,16 +46,30 @@ static bool is_tool_part(const hx_json *part)
            hx_str_is(hx_json_str(hx_json_get(part, "type")), "tool_reference");
 }
 
-/* One text part is appended to text. */
-static int put_part(const message *m, size_t j, const hx_json *part, hx_sb *text)
+/* Parts of text, by the names that clients give them. */
+static const struct {
+    const char *type, *member;
+    bool reasoning;
+} part_types[] = {
+    { "text", "text", false },          { "input_text", "text", false },
+    { "output_text", "text", false },   { "refusal", "refusal", false },
+    { "thinking", "thinking", true },   { "reasoning", "text", true },
+    { "reasoning_text", "text", true },
+};
+
+/* One text part is appended to text, or to reasoning. */
+static int put_part(const message *m, size_t j, const hx_json *part, hx_sb *text,
+                    hx_sb *reasoning)
 {
     const hx_str type = hx_json_str(hx_json_get(part, "type"));
-    const hx_json *value =
-        is_kind(part, HX_JSON_STRING) ? part : hx_json_get(part, "text");
+    const hx_json *value = part;
     char at[48];
+    size_t t = 0;
 
     snprintf(at, sizeof at, ".content[%zu]", j);
-    if (!is_kind(part, HX_JSON_STRING) && !hx_str_is(type, "text")) {
+    while (t < HX_LEN(part_types) && !hx_str_is(type, part_types[t].type))
+        t++;
+    if (!is_kind(part, HX_JSON_STRING) && t == HX_LEN(part_types)) {
         char why[128];
 
         if (type.p == NULL)
@@ -64,15 +78,20 @@ static int put_part(const message *m, size_t j, const hx_json *part, hx_sb *text
                  "parts of type %.40s are not supported yet; only text is", type.p);
         return bad_message(m, at, why);
     }
+    if (!is_kind(part, HX_JSON_STRING))
+        value = hx_json_get(part, part_types[t].member);
     if (!is_kind(value, HX_JSON_STRING))
         return bad_message(m, at, "text: expected a string");
+    if (!is_kind(part, HX_JSON_STRING) && part_types[t].reasoning)
+        text = reasoning;
     hx_sb_add(text, hx_json_str(value).p, hx_json_str(value).n);
     return 0;
 }
 
 /* Text parts become one string: every template takes that. Null becomes "": older
  * templates print None. */
-static int put_content(const message *m, const hx_json *content, bool tool)
+static int put_content(const message *m, const hx_json *content, bool tool,
+                       hx_sb *reasoning)
 {
     hx_sb text = { 0 };
     int rc = 0;
@@ -90,7 +109,7 @@ static int put_content(const message *m, const hx_json *content, bool tool)
     if (!is_kind(content, HX_JSON_ARRAY))
         return bad_message(m, ".content", "expected a string or a list of parts");
     for (size_t j = 0; rc == 0 && j < hx_json_len(content); j++)
-        rc = put_part(m, j, hx_json_at(content, j), &text);
+        rc = put_part(m, j, hx_json_at(content, j), &text, reasoning);
     if (rc == 0)
         put_member(m->b, "content", (hx_str) { text.p, text.n });
     m->b->bad = m->b->bad || text.bad;
@@ -153,10 +172,28 @@ static int put_calls(const message *m, const hx_json *calls)
     return 0;
 }
 
-static int put_assistant(const message *m, const hx_json *j)
+/* The call of an API before tools. */
+static int put_function_call(const message *m, const hx_json *call)
+{
+    int rc;
+
+    if (!is_kind(hx_json_get(call, "name"), HX_JSON_STRING))
+        return bad_message(m, ".function_call", "name: expected a string");
+    hx_sb_str(m->b, ",\"tool_calls\":[{\"type\":\"function\",\"function\":{\"name\":");
+    hx_json_put_str(m->b, hx_json_str(hx_json_get(call, "name")));
+    hx_sb_str(m->b, ",\"arguments\":");
+    if ((rc = put_arguments(m, ".function_call", hx_json_get(call, "arguments"))) != 0)
+        return rc;
+    hx_sb_str(m->b, "}}]");
+    return 0;
+}
+
+/* parts: reasoning that came among the content. */
+static int put_assistant(const message *m, const hx_json *j, const hx_sb *parts)
 {
     const hx_json *reasoning = hx_params_get(j, "reasoning_content");
     const hx_json *calls = hx_params_get(j, "tool_calls");
+    const hx_json *old = hx_params_get(j, "function_call");
 
     if (reasoning == NULL)
         reasoning = hx_params_get(j, "reasoning");
@@ -164,7 +201,11 @@ static int put_assistant(const message *m, const hx_json *j)
         return bad_message(m, ".reasoning_content", "expected a string");
     if (reasoning != NULL)
         put_member(m->b, "reasoning_content", hx_json_str(reasoning));
-    return calls != NULL && hx_json_len(calls) > 0 ? put_calls(m, calls) : 0;
+    else if (parts->n > 0)
+        put_member(m->b, "reasoning_content", (hx_str) { parts->p, parts->n });
+    if (calls != NULL && hx_json_len(calls) > 0)
+        return put_calls(m, calls);
+    return old != NULL ? put_function_call(m, old) : 0;
 }
 
 static int put_message(const message *m, const hx_json *j)
@@ -173,11 +214,12 @@ static int put_message(const message *m, const hx_json *j)
         const char *from, *to;
     } roles[] = {
         { "system", "system" },       { "developer", "system" }, { "user", "user" },
-        { "assistant", "assistant" }, { "tool", "tool" },
+        { "assistant", "assistant" }, { "tool", "tool" },        { "function", "tool" },
     };
     const hx_str role = hx_json_str(hx_json_get(j, "role"));
     const hx_str id = hx_json_str(hx_json_get(j, "tool_call_id"));
     const hx_str name = hx_json_str(hx_json_get(j, "name"));
+    hx_sb reasoning = { 0 };
     size_t r = 0;
     int rc;
 
@@ -189,16 +231,17 @@ static int put_message(const message *m, const hx_json *j)
         return bad_message(m, ".role",
                            "expected system, developer, user, assistant or tool");
     hx_sb_printf(m->b, m->i > 0 ? ",{\"role\":\"%s\"" : "{\"role\":\"%s\"", roles[r].to);
-    if ((rc = put_content(m, hx_json_get(j, "content"), hx_str_is(role, "tool"))) != 0)
-        return rc;
+    rc = put_content(m, hx_json_get(j, "content"), hx_str_is(role, "tool"), &reasoning);
     if (id.p != NULL)
         put_member(m->b, "tool_call_id", id);
     if (name.p != NULL)
         put_member(m->b, "name", name);
-    if (hx_str_is(role, "assistant") && (rc = put_assistant(m, j)) != 0)
-        return rc;
+    if (rc == 0 && hx_str_is(role, "assistant"))
+        rc = put_assistant(m, j, &reasoning);
     hx_sb_char(m->b, '}');
-    return 0;
+    m->b->bad = m->b->bad || reasoning.bad;
+    hx_sb_free(&reasoning);
+    return rc;
 }
 
 static int put_messages(hx_call *c, hx_sb *b)
@@ -246,12 +289,63 @@ static int put_tools(hx_call *c, const hx_json *tools, hx_sb *b, size_t *n)
     return 0;
 }
 
+/* The tools that are left of "allowed_tools", which chat completions nest and responses do
+ * not. */
+static int allow_tools(hx_call *c, hx_generate *g, const hx_json *choice)
+{
+    const hx_json *inner = hx_params_get(choice, "allowed_tools");
+    const hx_json *list = hx_params_get(inner != NULL ? inner : choice, "tools");
+    const hx_str mode =
+        hx_json_str(hx_params_get(inner != NULL ? inner : choice, "mode"));
+
+    if (!is_kind(list, HX_JSON_ARRAY))
+        return hx_server_problem(c, 400, "tool_choice", "invalid_type",
+                                 "tool_choice.allowed_tools.tools: expected a list");
+    g->allowed = list;
+    g->tool_choice = hx_str_is(mode, "required") ? HX_TOOLS_REQUIRED : HX_TOOLS_AUTO;
+    return 0;
+}
+
+/* "auto" and its kind; {"type":"function","function":{"name":…}}, also with the name
+ * beside the type; {"type":"allowed_tools",…}. */
+static int read_tool_choice(hx_call *c, hx_generate *g)
+{
+    static const struct {
+        const char *name;
+        hx_tool_choice choice;
+    } words[] = { { "auto", HX_TOOLS_AUTO },
+                  { "none", HX_TOOLS_NONE },
+                  { "required", HX_TOOLS_REQUIRED },
+                  { "any", HX_TOOLS_REQUIRED } };
+    const hx_json *choice = hx_params_get(c->body, "tool_choice");
+    const hx_json *function = hx_params_get(choice, "function");
+    const hx_str type = hx_json_str(
+        is_kind(choice, HX_JSON_OBJECT) ? hx_params_get(choice, "type") : choice);
+
+    if (choice == NULL)
+        return 0;
+    if (hx_str_is(type, "allowed_tools"))
+        return allow_tools(c, g, choice);
+    g->tool_name =
+        hx_json_str(hx_params_get(function != NULL ? function : choice, "name"));
+    if (g->tool_name.n > 0) {
+        g->tool_choice = HX_TOOLS_NAMED;
+        return 0;
+    }
+    for (size_t i = 0; i < HX_LEN(words); i++)
+        if (hx_str_is(type, words[i].name)) {
+            g->tool_choice = words[i].choice;
+            return 0;
+        }
+    return hx_server_problem(c, 400, "tool_choice", "invalid_value",
+                             "tool_choice: expected \"auto\", \"none\", \"required\" or "
+                             "{\"type\":\"function\",\"function\":{\"name\":…}}");
+}
+
 static int read_tools(hx_call *c, hx_generate *g, hx_sb *b)
 {
     const hx_json *tools = hx_params_get(c->body, "tools");
-    const hx_json *choice = hx_params_get(c->body, "tool_choice");
-    const hx_str how = hx_json_str(choice);
-    bool parallel;
+    bool parallel = true;
     size_t n;
     int rc;
 
@@ -259,17 +353,12 @@ static int read_tools(hx_call *c, hx_generate *g, hx_sb *b)
         return hx_server_problem(c, 400, "tools", "invalid_type",
                                  "tools: found %s, expected a list",
                                  hx_json_kind_name(tools));
-    if (is_kind(choice, HX_JSON_OBJECT) || hx_str_is(how, "required"))
-        return hx_server_problem(
-            c, 400, "tool_choice", "unsupported_value",
-            "tool_choice: forcing a call is not supported yet; use \"auto\" "
-            "or \"none\"");
-    if (choice != NULL && !hx_str_is(how, "auto") && !hx_str_is(how, "none"))
-        return hx_server_problem(c, 400, "tool_choice", "invalid_value",
-                                 "tool_choice: expected \"auto\" or \"none\"");
-    if ((rc = hx_params_bool(c, c->body, "parallel_tool_calls", &parallel)) != 0)
+    if ((rc = read_tool_choice(c, g)) != 0 ||
+        (rc = hx_params_bool(c, c->body, "parallel_tool_calls", &parallel)) != 0)
         return rc;
-    if (tools == NULL || hx_str_is(how, "none"))
+    g->one_call = !parallel;
+    /* A model that is shown tools writes about them, one way or another. */
+    if (tools == NULL || g->tool_choice == HX_TOOLS_NONE)
         return 0;
     if ((rc = put_tools(c, tools, b, &n)) == 0 && n > 0)
         g->tools = tools;
@@ -285,14 +374,15 @@ static int put_effort(hx_call *c, hx_generate *g, hx_sb *b)
         { "none", "low" },  { "minimal", "low" }, { "low", "low" }, { "medium", "high" },
         { "high", "high" }, { "xhigh", "max" },   { "max", "max" },
     };
-    const hx_str thinking =
-        hx_json_str(hx_params_get(hx_params_get(c->body, "thinking"), "type"));
+    const hx_json *reasoning = hx_params_get(c->body, "reasoning");
     hx_str effort = { 0 };
     size_t i = 0;
     int rc;
 
-    g->no_thinking = hx_str_is(thinking, "disabled");
-    if ((rc = hx_params_str(c, c->body, "reasoning_effort", &effort)) != 0 ||
+    if ((rc = hx_params_thinking(c, g)) != 0 ||
+        (is_kind(reasoning, HX_JSON_OBJECT) &&
+         (rc = hx_params_str(c, reasoning, "effort", &effort)) != 0) ||
+        (rc = hx_params_str(c, c->body, "reasoning_effort", &effort)) != 0 ||
         effort.p == NULL)
         return rc;
     while (i < HX_LEN(efforts) && !hx_str_is(effort, efforts[i].from))
@@ -312,7 +402,7 @@ static int put_effort(hx_call *c, hx_generate *g, hx_sb *b)
 static int put_kwargs(hx_call *c, hx_generate *g, hx_sb *b)
 {
     const hx_json *kwargs = hx_params_get(c->body, "chat_template_kwargs");
-    bool thinking = true;
+    bool thinking = true, think = true, clear = false;
     int rc;
 
     if (kwargs == NULL)
@@ -321,9 +411,12 @@ static int put_kwargs(hx_call *c, hx_generate *g, hx_sb *b)
         return hx_server_problem(c, 400, "chat_template_kwargs", "invalid_type",
                                  "chat_template_kwargs: found %s, expected an object",
                                  hx_json_kind_name(kwargs));
-    if ((rc = hx_params_bool(c, kwargs, "enable_thinking", &thinking)) != 0)
+    if ((rc = hx_params_bool(c, kwargs, "enable_thinking", &thinking)) != 0 ||
+        (rc = hx_params_bool(c, kwargs, "thinking", &think)) != 0 ||
+        (rc = hx_params_bool(c, kwargs, "clear_thinking", &clear)) != 0)
         return rc;
-    g->no_thinking = g->no_thinking || !thinking;
+    g->no_thinking = g->no_thinking || !thinking || !think;
+    g->rendered_anew = clear;
     for (size_t i = 0; i < hx_json_len(kwargs); i++) {
         hx_str key;
         const hx_json *value = hx_json_member(kwargs, i, &key);
@@ -381,6 +474,11 @@ void hx_openai_write_head(hx_sb *b, hx_call *c, const char *prefix, const char *
     char id[40];
 
     hx_server_new_id(c->server, prefix, id);
+    hx_openai_write_head_of(b, id, object, model);
+}
+
+void hx_openai_write_head_of(hx_sb *b, const char *id, const char *object, hx_str model)
+{
     hx_sb_printf(b, "{\"id\":\"%s\",\"object\":\"%s\",\"created\":%lld,\"model\":", id,
                  object, (long long)time(NULL));
     hx_json_put_str(b, model);
@@ -455,11 +553,13 @@ typedef struct {
     hx_sb logprobs; /* entries not yet handed out, "{…},{…}" */
     hx_stop stop;
     bool called;
+    int32_t loop_tokens, loop_times; /* as in hx_gen_event */
 } choice;
 
 typedef struct {
     hx_call *c;
     hx_generate req;
+    char id[40];
     hx_sb head;     /* of every chunk, up to its choices */
     choice *choice; /* [n] */
     hx_openai_sum sum;
@@ -504,7 +604,17 @@ static void add_logprob(chat *t, choice *k, const hx_gen_event *ev)
 
 static const char *finish_reason(const choice *k)
 {
-    return k->stop == HX_STOP_LENGTH ? "length" : k->called ? "tool_calls" : "stop";
+    return k->stop == HX_STOP_LENGTH          ? "length"
+           : k->called && k->loop_tokens == 0 ? "tool_calls"
+                                              : "stop";
+}
+
+/* What only this server says of an answer. */
+static void put_extra(hx_sb *b, const choice *k)
+{
+    if (k->loop_tokens > 0)
+        hx_sb_printf(b, ",\"hoist\":{\"loop\":{\"tokens\":%d,\"times\":%d}}",
+                     k->loop_tokens, k->loop_times);
 }
 
 /* ---- streamed ----------------------------------------------------------- */
@@ -526,10 +636,13 @@ static void end_chunk(chat *t, int32_t index, const char *finish, hx_sb *out)
         hx_sb_str(out, "]}");
         k->logprobs.n = 0;
     }
-    if (finish != NULL)
-        hx_sb_printf(out, ",\"finish_reason\":\"%s\"}]", finish);
-    else
+    if (finish != NULL) {
+        hx_sb_printf(out, ",\"finish_reason\":\"%s\"", finish);
+        put_extra(out, k);
+        hx_sb_str(out, "}]");
+    } else {
         hx_sb_str(out, ",\"finish_reason\":null}]");
+    }
     if (t->req.usage)
         hx_sb_str(out, ",\"usage\":null");
     if (finish != NULL && !t->req.usage) {
@@ -651,7 +764,7 @@ static void reply_whole(chat *t)
 {
     hx_sb b = { 0 };
 
-    hx_openai_write_head(&b, t->c, "chatcmpl-", "chat.completion", t->req.model);
+    hx_openai_write_head_of(&b, t->id, "chat.completion", t->req.model);
     for (int32_t i = 0; i < t->req.n; i++) {
         const choice *k = &t->choice[i];
 
@@ -664,7 +777,9 @@ static void reply_whole(chat *t)
         } else {
             hx_sb_str(&b, ",\"logprobs\":null");
         }
-        hx_sb_printf(&b, ",\"finish_reason\":\"%s\"}", finish_reason(k));
+        hx_sb_printf(&b, ",\"finish_reason\":\"%s\"", finish_reason(k));
+        put_extra(&b, k);
+        hx_sb_char(&b, '}');
     }
     hx_openai_write_tail(&b, &t->sum);
     b.bad = b.bad || t->bad;
@@ -694,6 +809,8 @@ static void on_event(void *ud, const hx_gen_event *ev, hx_sb *out)
     case HX_GEN_END:
         k->stop = ev->stop;
         k->called = ev->n_call > 0;
+        k->loop_tokens = ev->loop_tokens;
+        k->loop_times = ev->loop_times;
         hx_openai_add(&t->sum, ev, t->n_ended++ == 0);
         if (t->req.stream) {
             begin_chunk(t, ev->index, out);
@@ -709,8 +826,7 @@ static void begin_stream(chat *t)
     hx_sb out = { 0 };
 
     hx_sb_str(&t->head, "data: ");
-    hx_openai_write_head(&t->head, t->c, "chatcmpl-", "chat.completion.chunk",
-                         t->req.model);
+    hx_openai_write_head_of(&t->head, t->id, "chat.completion.chunk", t->req.model);
     t->c->status = 200;
     hx_http_begin_events(t->c->x);
     for (int32_t i = 0; i < t->req.n; i++) {
@@ -819,9 +935,37 @@ int hx_openai_chat(hx_call *c)
         return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
     if ((rc = hx_gen_open(&gen, c, &t->req)) != 0)
         return rc;
+    hx_server_new_id(c->server, "chatcmpl-", t->id);
+    hx_gen_set_id(gen, t->id);
     if (t->req.stream)
         begin_stream(t);
     return hx_gen_start(
         gen, &(hx_gen_sink) {
                  .event = on_event, .end = on_end, .ud = t, .stream = t->req.stream });
+}
+
+/* POST /chat/completions/ID/end_thinking */
+int hx_openai_act(hx_call *c)
+{
+    static const char act[] = "/end_thinking", under[] = "/chat/completions/";
+    hx_str id = c->x->path;
+    const char *at = memmem(id.p, id.n, under, sizeof under - 1);
+    hx_sb b = { 0 };
+
+    id.n -= (size_t)(at + sizeof under - 1 - id.p);
+    id.p = at + sizeof under - 1;
+    if (id.n < sizeof act || memcmp(id.p + id.n - (sizeof act - 1), act, sizeof act - 1))
+        return hx_server_problem(c, 404, NULL, "not_found",
+                                 "no such path; an answer takes /end_thinking");
+    id.n -= sizeof act - 1;
+    if (!hx_gen_end_thinking(hx_server_pump(c->server), id))
+        return hx_server_problem(c, 404, "id", "not_found",
+                                 "no answer of the id %.*s is running",
+                                 (int)HX_MIN(id.n, 64u), id.p);
+    hx_sb_str(&b, "{\"id\":");
+    hx_json_put_str(&b, id);
+    hx_sb_str(&b, ",\"object\":\"chat.completion.action\",\"end_thinking\":true}");
+    hx_server_reply_json(c, &b);
+    hx_sb_free(&b);
+    return 0;
 }

@@ -22,7 +22,10 @@ typedef struct {
     hx_utf8_stream utf8; /* raw */
     int64_t n_char;      /* raw: characters handed out */
     bool reasoning;
-    int64_t n_reasoning;
+    int64_t n_reasoning, n_token;
+    hx_ids said;   /* with tools: what was sampled */
+    hx_loop *loop; /* NULL: not looked for */
+    int32_t loop_tokens, loop_times;
     bool done;
     atomic_bool ready; /* hx_next() may have something */
 } answer;
@@ -30,7 +33,8 @@ typedef struct {
 struct hx_gen {
     hx_call *call;
     hx_generate req;
-    hx_prompt rendered;       /* chat: by hx_render() */
+    hx_ids rendered;          /* chat: by hx_render(), with earlier calls as sampled */
+    char id[40];              /* "": none */
     int32_t think, think_end; /* ids, or -1 */
     answer *answer;           /* [n_answer] */
     int32_t n_answer, n_live;
@@ -40,10 +44,11 @@ struct hx_gen {
     hx_sb out, text;      /* for the client; scratch */
 
     hx_pump *pump;
-    hx_gen *next;       /* in pump->ready */
-    atomic_bool queued; /* in pump->ready, or about to be */
-    bool ended;         /* frees itself when it is not queued */
-    int rc;             /* of the end, for the call */
+    hx_gen *live_next, **live_at; /* in pump->live */
+    hx_gen *next;                 /* in pump->ready */
+    atomic_bool queued;           /* in pump->ready, or about to be */
+    bool ended;                   /* frees itself when it is not queued */
+    int rc;                       /* of the end, for the call */
 };
 
 /* The stack takes a generation when its stream or its client has news. The pump takes the
@@ -55,38 +60,85 @@ struct hx_pump {
     sem_t news;
     atomic_int n_gen; /* started and not yet freed */
     atomic_bool closing;
+    hx_calls *calls;
+
+    pthread_mutex_t lock; /* guards live */
+    hx_gen *live;         /* those whose streams may still be used */
 };
 
 /* ---- open --------------------------------------------------------------- */
 
-/* The chat's ids. The template always opens <think>; who wants none gets it closed again,
- * as the template itself writes an answer without reasoning. */
+static int32_t find_token(void *ud, hx_str text)
+{
+    return hx_token_id(ud, text);
+}
+
+/* How an answer after this prompt is read. */
+static hx_reply_opt reply_opt(const hx_gen *g, hx_prompt p)
+{
+    const hx_call *c = g->call;
+    const hx_reply_format *format = hx_reply_find(c->info->reply_format);
+
+    return (hx_reply_opt) {
+        .format = format != NULL ? format : hx_reply_find("plain"),
+        .find = find_token,
+        .ud = c->engine,
+        .tools = g->req.tools,
+        .in_reasoning = p.n > 0 && g->think >= 0 && p.id[p.n - 1] == g->think,
+        .tools_off = g->req.tools == NULL || g->req.tool_choice == HX_TOOLS_NONE,
+    };
+}
+
+/* A turn before is read like an answer to what came before it. */
+static bool same_turn(void *ud, hx_prompt given, hx_prompt was)
+{
+    const hx_gen *g = ud;
+    hx_reply_opt opt = reply_opt(g, (hx_prompt) { given.id - 1, 1 });
+
+    opt.tools_off = false;
+    return hx_toolset_same(g->call->engine, &opt, given, was);
+}
+
+/* The chat's ids, earlier calls as they were sampled; what that adds, reasoning that the
+ * client left out, must not make the prompt too long. */
+static int render_ids(hx_gen *g, hx_err *err)
+{
+    hx_call *c = g->call;
+    const hx_render_opt opt = { .official = hx_server_official_tokens(c->server) };
+    const hx_calls_opt replay = { .info = c->info, .same = same_turn, .ud = g };
+    hx_ids *ids = &g->rendered;
+    int rc = hx_render(c->engine, g->req.vars, &opt, &ids->p, &ids->n, NULL, err);
+
+    ids->cap = ids->n;
+    if (rc != 0 || g->req.tools == NULL || g->req.rendered_anew)
+        return rc;
+    rc = hx_calls_replay(hx_server_pump(c->server)->calls, &replay, ids, err);
+    if (rc != 0 || ids->n < c->info->ctx_tokens)
+        return rc;
+    hx_ids_free(ids);
+    *ids = (hx_ids) { 0 };
+    g->req.rendered_anew = true;
+    return render_ids(g, err);
+}
+
+/* The template always opens <think>; who wants none gets it closed again, as the template
+ * itself writes an answer without reasoning. */
 static int render(hx_gen *g)
 {
-    const hx_render_opt opt = { .official = hx_server_official_tokens(g->call->server) };
+    hx_call *c = g->call;
+    hx_ids *ids = &g->rendered;
     hx_err err = { 0 };
-    int32_t *id;
-    int64_t n;
-    int rc = hx_render(g->call->engine, g->req.vars, &opt, &id, &n, NULL, &err);
+    int rc = render_ids(g, &err);
 
+    if (rc == 0 && g->req.no_thinking && g->think_end >= 0 && ids->n > 0 &&
+        ids->p[ids->n - 1] == g->think)
+        rc = hx_ids_add(ids, &g->think_end, 1, &err);
     if (rc != 0)
-        return hx_server_problem_err(g->call, rc, "messages", &err);
-    g->rendered = (hx_prompt) { id, n };
-    if (g->req.no_thinking && g->think_end >= 0 && n > 0 && id[n - 1] == g->think) {
-        if ((id = hx_arena_alloc(&g->call->arena, (size_t)(n + 1) * sizeof *id)) == NULL)
-            return hx_server_problem(g->call, 413, "messages", "request_too_large",
-                                     "messages: no memory for %lld tokens", (long long)n);
-        memcpy(id, g->rendered.id, (size_t)n * sizeof *id);
-        id[n] = g->think_end;
-        hx_free((void *)(uintptr_t)g->rendered.id);
-        g->rendered = (hx_prompt) { 0 };
-        n++;
-    }
-    hx_prompt *p = hx_arena_alloc(&g->call->arena, sizeof *p);
+        return hx_server_problem_err(c, rc, "messages", &err);
+    hx_prompt *p = hx_arena_alloc(&c->arena, sizeof *p);
     if (p == NULL)
-        return hx_server_problem(g->call, 503, NULL, "out_of_memory",
-                                 "request: no memory");
-    *p = (hx_prompt) { id, n };
+        return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
+    *p = (hx_prompt) { ids->p, ids->n };
     g->req.prompt = p;
     g->req.n_prompt = 1;
     return 0;
@@ -117,29 +169,26 @@ int hx_gen_check(hx_call *c, const hx_generate *g)
     return 0;
 }
 
-static int32_t find_token(void *ud, hx_str text)
-{
-    return hx_token_id(ud, text);
-}
-
 static int open_reply(hx_gen *g, answer *a)
 {
-    hx_call *c = g->call;
-    const hx_prompt *p = &g->req.prompt[a->prompt];
-    const hx_reply_format *format = hx_reply_find(c->info->reply_format);
+    const hx_reply_opt opt = reply_opt(g, g->req.prompt[a->prompt]);
     hx_err err = { 0 };
     int rc;
 
-    a->reasoning = p->n > 0 && g->think >= 0 && p->id[p->n - 1] == g->think;
-    const hx_reply_opt opt = { .format = format != NULL ? format : hx_reply_find("plain"),
-                               .find = find_token,
-                               .ud = c->engine,
-                               .tools = g->req.tools,
-                               .in_reasoning = a->reasoning,
-                               .tools_off = g->req.tools == NULL };
-
+    a->reasoning = opt.in_reasoning;
     rc = hx_reply_open(&a->reply, &opt, &err);
-    return rc != 0 ? hx_server_problem_err(c, rc, NULL, &err) : 0;
+    return rc != 0 ? hx_server_problem_err(g->call, rc, NULL, &err) : 0;
+}
+
+/* The budget of reasoning; a part of max_tokens is left for the answer. */
+static int64_t think_max(const hx_generate *q)
+{
+    const int64_t max = q->sampling.max_new;
+
+    if (q->think_budget <= 0)
+        return 0;
+    return max == 0 ? q->think_budget
+                    : HX_MAX(HX_MIN(q->think_budget, max - HX_MAX(max / 4, 1)), 1);
 }
 
 static int submit(hx_gen *g, answer *a)
@@ -148,11 +197,21 @@ static int submit(hx_gen *g, answer *a)
     hx_err err = { 0 };
     int rc;
 
+    if (g->req.loop_guard && (a->loop = hx_loop_open()) == NULL)
+        return hx_server_problem(g->call, 503, NULL, "out_of_memory",
+                                 "request: no memory");
     r.tokens = g->req.prompt[a->prompt].id;
     r.n_tokens = g->req.prompt[a->prompt].n;
     r.seed += (uint64_t)(a->index % g->req.n);
     r.grammar_after = a->reasoning ? g->think_end : 0;
-    if ((rc = hx_submit(g->call->engine, &r, &a->stream, &err)) == 0)
+    r.think_end = a->reasoning ? HX_MAX(g->think_end, 0) : 0;
+    r.think_max = think_max(&g->req);
+    rc = hx_submit(g->call->engine, &r, &a->stream, &err);
+    if (rc != 0 && rc != HX_EBUSY && rc != HX_ENOMEM && g->req.grammar_optional) {
+        r.grammar_kind = HX_GRAMMAR_NONE;
+        rc = hx_submit(g->call->engine, &r, &a->stream, &err);
+    }
+    if (rc == 0)
         return 0;
     return hx_server_problem_err(g->call, rc,
                                  rc == HX_EFORMAT || rc == HX_EUNSUP || rc == HX_ELIMIT
@@ -196,8 +255,9 @@ int hx_gen_open(hx_gen **out, hx_call *c, const hx_generate *req)
     g->req = *req;
     g->think = hx_token_id(c->engine, HX_STR("<think>"));
     g->think_end = hx_token_id(c->engine, HX_STR("</think>"));
-    if ((req->chat && (rc = render(g)) != 0) || (rc = hx_gen_check(c, &g->req)) != 0 ||
-        (rc = open_answers(g)) != 0) {
+    if ((req->chat &&
+         ((rc = hx_toolset_constrain(c, &g->req)) != 0 || (rc = render(g)) != 0)) ||
+        (rc = hx_gen_check(c, &g->req)) != 0 || (rc = open_answers(g)) != 0) {
         hx_gen_close(g);
         return rc;
     }
@@ -212,8 +272,10 @@ void hx_gen_close(hx_gen *g)
     for (int32_t i = 0; g->answer != NULL && i < g->n_answer; i++) {
         hx_stream_free(g->answer[i].stream);
         hx_reply_close(g->answer[i].reply);
+        hx_ids_free(&g->answer[i].said);
+        hx_loop_close(g->answer[i].loop);
     }
-    hx_free((void *)(uintptr_t)g->rendered.id);
+    hx_ids_free(&g->rendered);
     hx_sb_free(&g->out);
     hx_sb_free(&g->text);
 }
@@ -281,6 +343,9 @@ static int take_token(hx_gen *g, answer *a, const hx_event *ev, int32_t i, hx_er
                     .logprob = ev->logprob[i],
                     .top = ev->top != NULL ? ev->top + (size_t)i * (size_t)n_top : NULL,
                     .offset = a->n_char });
+    a->n_token++;
+    if (g->req.chat && g->req.tools != NULL)
+        hx_ids_add(&a->said, &ev->tokens[i], 1, NULL); /* without, it is rendered anew */
     if (a->reply == NULL) {
         hx_utf8_feed(&a->utf8, bytes, &g->text);
         hand_text(g, a);
@@ -294,13 +359,35 @@ static int take_token(hx_gen *g, answer *a, const hx_event *ev, int32_t i, hx_er
     return rc;
 }
 
+/* What still comes of it is dropped. */
+static void end_loop(const hx_gen *g, answer *a)
+{
+    hx_log(HX_LOG_WARN, "%s: answer %d ended: it repeats the same %d tokens (%d times)",
+           g->id[0] != '\0' ? g->id : g->call->path, a->index, a->loop_tokens,
+           a->loop_times);
+    hx_cancel(a->stream);
+}
+
+/* A turn with calls that is whole comes back as it is. */
+static void keep_calls(hx_gen *g, const answer *a, hx_stop stop, int32_t n_call)
+{
+    if (n_call > 0 && stop == HX_STOP_EOS && a->said.n == a->n_token &&
+        !g->req.sampling.no_store)
+        hx_calls_keep(g->pump->calls, g->req.prompt[a->prompt],
+                      (hx_prompt) { a->said.p, a->said.n });
+}
+
 static int take_tokens(hx_gen *g, answer *a, const hx_event *ev, hx_err *err)
 {
     int rc = 0;
 
     g->now = a;
-    for (int32_t i = 0; rc == 0 && i < ev->n_tokens; i++)
+    for (int32_t i = 0; rc == 0 && i < ev->n_tokens && a->loop_tokens == 0; i++) {
         rc = take_token(g, a, ev, i, err);
+        if (a->loop != NULL &&
+            hx_loop_feed(a->loop, ev->tokens[i], &a->loop_tokens, &a->loop_times))
+            end_loop(g, a);
+    }
     return rc;
 }
 
@@ -315,12 +402,15 @@ static int take_end(hx_gen *g, answer *a, const hx_event *ev, hx_err *err)
     else
         hx_utf8_end(&a->utf8, &g->text);
     hand_text(g, a);
+    keep_calls(g, a, ev->stop, n_call);
     a->done = true;
     g->n_live--;
     g->call->n_answer += ev->generated;
     hand(g, &(hx_gen_event) { .kind = HX_GEN_END,
                               .index = a->index,
-                              .stop = ev->stop,
+                              .stop = a->loop_tokens > 0 ? HX_STOP_EOS : ev->stop,
+                              .loop_tokens = a->loop_tokens,
+                              .loop_times = a->loop_times,
                               .n_call = n_call,
                               .n_prompt = ev->prompt,
                               .n_cached = ev->cached,
@@ -391,6 +481,49 @@ static int take_answers(hx_gen *g, hx_err *err)
     return rc;
 }
 
+static void live_add(hx_gen *g)
+{
+    hx_pump *p = g->pump;
+
+    pthread_mutex_lock(&p->lock);
+    g->live_next = p->live;
+    g->live_at = &p->live;
+    if (p->live != NULL)
+        p->live->live_at = &g->live_next;
+    p->live = g;
+    pthread_mutex_unlock(&p->lock);
+}
+
+static void live_remove(hx_gen *g)
+{
+    pthread_mutex_lock(&g->pump->lock);
+    *g->live_at = g->live_next;
+    if (g->live_next != NULL)
+        g->live_next->live_at = g->live_at;
+    pthread_mutex_unlock(&g->pump->lock);
+}
+
+void hx_gen_set_id(hx_gen *g, const char *id)
+{
+    const size_t n = HX_MIN(strlen(id), sizeof g->id - 1);
+
+    memcpy(g->id, id, n);
+    g->id[n] = '\0';
+}
+
+bool hx_gen_end_thinking(hx_pump *p, hx_str id)
+{
+    hx_gen *g;
+
+    pthread_mutex_lock(&p->lock);
+    for (g = p->live; g != NULL && !hx_str_is(id, g->id); g = g->live_next)
+        ;
+    for (int32_t i = 0; g != NULL && i < g->n_answer; i++)
+        hx_end_thinking(g->answer[i].stream);
+    pthread_mutex_unlock(&p->lock);
+    return g != NULL;
+}
+
 /* No callback comes any more; one that came before has left g in the stack at most. */
 static void end(hx_gen *g, int rc, const hx_err *err)
 {
@@ -398,6 +531,7 @@ static void end(hx_gen *g, int rc, const hx_err *err)
     const bool gone = rc != 0 && hx_http_gone(c->x);
 
     hx_http_on_news(c->x, NULL, NULL);
+    live_remove(g);
     for (int32_t i = 0; i < g->n_answer; i++)
         hx_on_ready(g->answer[i].stream, NULL, NULL);
     if (rc != 0 && !gone)
@@ -492,6 +626,7 @@ int hx_gen_start(hx_gen *g, const hx_gen_sink *sink)
     g->pump = hx_server_pump(g->call->server);
     atomic_fetch_add(&g->pump->n_gen, 1);
     atomic_store(&g->queued, true);
+    live_add(g);
     hx_http_on_news(g->call->x, on_news, g);
     for (int32_t i = 0; i < g->n_answer; i++)
         hx_on_ready(g->answer[i].stream, on_ready, &g->answer[i]);
@@ -507,9 +642,16 @@ int hx_gen_open_pump(hx_pump **out, hx_http *http, hx_err *err)
     if (p == NULL)
         return hx_fail(err, HX_ENOMEM, "server: no memory");
     p->http = http;
+    if (hx_calls_open(&p->calls, err) != 0) {
+        hx_free(p);
+        return HX_ENOMEM;
+    }
     sem_init(&p->news, 0, 0);
+    pthread_mutex_init(&p->lock, NULL);
     if (pthread_create(&p->thread, NULL, run_pump, p) != 0) {
         sem_destroy(&p->news);
+        pthread_mutex_destroy(&p->lock);
+        hx_calls_close(p->calls);
         hx_free(p);
         return hx_fail(err, HX_EIO, "server: the system refuses another thread");
     }
@@ -525,5 +667,7 @@ void hx_gen_close_pump(hx_pump *p)
     sem_post(&p->news);
     pthread_join(p->thread, NULL);
     sem_destroy(&p->news);
+    pthread_mutex_destroy(&p->lock);
+    hx_calls_close(p->calls);
     hx_free(p);
 }

@@ -314,45 +314,69 @@ static int read_response_format(hx_call *c, hx_generate *g)
     return set_grammar(c, g, HX_GRAMMAR_JSON_SCHEMA, "response_format", schema);
 }
 
-/* What the answer must keep to. Constraints that this server lacks are refused, never
- * ignored. */
+/* One field that asks for a grammar, of the body or of an object in it. */
+typedef struct {
+    const char *in, *name; /* in: NULL: the body */
+    hx_grammar_kind kind;
+    hx_json_type type, other;
+} guide;
+
+static int read_guide(hx_call *c, hx_generate *g, const guide *d)
+{
+    const hx_json *in = d->in == NULL ? c->body : hx_params_get(c->body, d->in);
+    const hx_json *v = hx_params_get(in, d->name);
+    const bool is_switch = d->type == HX_JSON_BOOL;
+
+    if (v == NULL || (is_switch && !hx_json_bool(v, true)))
+        return 0;
+    if (hx_json_kind(v) != d->type && hx_json_kind(v) != d->other)
+        return wrong_type(c, d->name,
+                          is_switch                   ? "true or false"
+                          : d->type == HX_JSON_OBJECT ? "a schema"
+                          : d->type == HX_JSON_ARRAY  ? "a list of strings"
+                                                      : "a string",
+                          v);
+    return set_grammar(c, g, d->kind, d->name, is_switch ? NULL : v);
+}
+
+/* What the answer must keep to, by the names of OpenAI, vLLM (guided_*, later
+ * structured_outputs), SGLang (regex, ebnf) and llama.cpp (grammar, json_schema). */
 static int read_constraints(hx_call *c, hx_generate *g)
 {
-    static const struct {
-        const char *name;
-        hx_grammar_kind kind;
-        hx_json_type type, other;
-    } guided[] = {
-        { "guided_json", HX_GRAMMAR_JSON_SCHEMA, HX_JSON_OBJECT, HX_JSON_STRING },
-        { "guided_regex", HX_GRAMMAR_REGEX, HX_JSON_STRING, HX_JSON_STRING },
-        { "guided_choice", HX_GRAMMAR_CHOICE, HX_JSON_ARRAY, HX_JSON_ARRAY },
-        { "guided_grammar", HX_GRAMMAR_EBNF, HX_JSON_STRING, HX_JSON_STRING },
+#define SCHEMA HX_GRAMMAR_JSON_SCHEMA, HX_JSON_OBJECT, HX_JSON_STRING
+#define TEXT   HX_JSON_STRING, HX_JSON_STRING
+#define LIST   HX_JSON_ARRAY, HX_JSON_ARRAY
+#define IN     "structured_outputs"
+    static const guide guides[] = {
+        { NULL, "guided_json", SCHEMA },
+        { NULL, "guided_regex", HX_GRAMMAR_REGEX, TEXT },
+        { NULL, "guided_choice", HX_GRAMMAR_CHOICE, LIST },
+        { NULL, "guided_grammar", HX_GRAMMAR_EBNF, TEXT },
+        { IN, "json", SCHEMA },
+        { IN, "regex", HX_GRAMMAR_REGEX, TEXT },
+        { IN, "choice", HX_GRAMMAR_CHOICE, LIST },
+        { IN, "grammar", HX_GRAMMAR_EBNF, TEXT },
+        { IN, "json_object", HX_GRAMMAR_JSON, HX_JSON_BOOL, HX_JSON_BOOL },
+        { NULL, "regex", HX_GRAMMAR_REGEX, TEXT },
+        { NULL, "ebnf", HX_GRAMMAR_EBNF, TEXT },
+        { NULL, "grammar", HX_GRAMMAR_EBNF, TEXT },
+        { NULL, "json_schema", SCHEMA },
     };
-    static const char *const names[] = { "structured_outputs", "grammar", "json_schema" };
+    const hx_json *outputs = hx_params_get(c->body, IN);
     bool include_stop = false;
     int rc;
 
-    for (size_t i = 0; i < HX_LEN(names); i++)
-        if (hx_params_get(c->body, names[i]) != NULL)
-            return hx_server_problem(c, 400, names[i], "unsupported_value",
-                                     "%s: not supported; use response_format or guided_*",
-                                     names[i]);
+    if (outputs != NULL && hx_json_kind(outputs) != HX_JSON_OBJECT)
+        return wrong_type(c, IN, "an object", outputs);
     if ((rc = read_response_format(c, g)) != 0)
         return rc;
-    for (size_t i = 0; i < HX_LEN(guided); i++) {
-        const hx_json *v = hx_params_get(c->body, guided[i].name);
-
-        if (v == NULL)
-            continue;
-        if (hx_json_kind(v) != guided[i].type && hx_json_kind(v) != guided[i].other)
-            return wrong_type(c, guided[i].name,
-                              guided[i].type == HX_JSON_OBJECT  ? "a schema"
-                              : guided[i].type == HX_JSON_ARRAY ? "a list of strings"
-                                                                : "a string",
-                              v);
-        if ((rc = set_grammar(c, g, guided[i].kind, guided[i].name, v)) != 0)
+    for (size_t i = 0; i < HX_LEN(guides); i++)
+        if ((rc = read_guide(c, g, &guides[i])) != 0)
             return rc;
-    }
+#undef SCHEMA
+#undef TEXT
+#undef LIST
+#undef IN
     if ((rc = hx_params_bool(c, c->body, "include_stop_str_in_output", &include_stop)) !=
         0)
         return rc;
@@ -381,6 +405,51 @@ static int read_stream(hx_call *c, hx_generate *g)
     return 0;
 }
 
+/* thinking and reasoning are objects of some APIs and switches of others. */
+static int read_switch(hx_call *c, hx_generate *g, const char *name)
+{
+    const hx_json *j = hx_params_get(c->body, name);
+    bool on = true;
+    int rc = 0;
+
+    if (hx_json_kind(j) == HX_JSON_BOOL)
+        on = hx_json_bool(j, true);
+    else if (hx_json_kind(j) == HX_JSON_OBJECT)
+        rc = hx_params_bool(c, j, "enabled", &on);
+    g->no_thinking = g->no_thinking || !on ||
+                     hx_str_is(hx_json_str(hx_params_get(j, "type")), "disabled");
+    return rc;
+}
+
+int hx_params_thinking(hx_call *c, hx_generate *g)
+{
+    static const struct {
+        const char *in, *name; /* in: the object, NULL: the body */
+    } budgets[] = {
+        { NULL, "thinking_budget" },        { NULL, "thinking_token_budget" },
+        { NULL, "thinking_budget_tokens" }, { NULL, "reasoning_budget" },
+        { NULL, "max_thinking_tokens" },    { "reasoning", "max_tokens" },
+        { "thinking", "budget_tokens" },    { "chat_template_kwargs", "thinking_budget" },
+    };
+    int64_t budget = -1;
+    int rc;
+
+    if ((rc = read_switch(c, g, "thinking")) != 0 ||
+        (rc = read_switch(c, g, "reasoning")) != 0)
+        return rc;
+    for (size_t i = 0; i < HX_LEN(budgets); i++) {
+        const hx_json *in =
+            budgets[i].in == NULL ? c->body : hx_params_get(c->body, budgets[i].in);
+
+        if (hx_json_kind(in) == HX_JSON_OBJECT &&
+            (rc = hx_params_int(c, in, budgets[i].name, -1, INT32_MAX, &budget)) != 0)
+            return rc;
+    }
+    g->think_budget = budget;
+    g->no_thinking = g->no_thinking || budget == 0;
+    return 0;
+}
+
 int hx_params_sampling(hx_call *c, hx_generate *g)
 {
     hx_request *r = &g->sampling;
@@ -396,6 +465,7 @@ int hx_params_sampling(hx_call *c, hx_generate *g)
         (rc = read_bias(c, r)) != 0 || (rc = read_constraints(c, g)) != 0 ||
         (rc = read_stream(c, g)) != 0 ||
         (rc = hx_params_bool(c, c->body, "ignore_eos", &r->ignore_eos)) != 0 ||
+        (rc = hx_params_bool(c, c->body, "loop_guard", &g->loop_guard)) != 0 ||
         (rc = hx_params_bool(c, c->body, "skip_special_tokens", &skip_special)) != 0 ||
         (rc = hx_params_str(c, c->body, "model", &g->model)) != 0)
         return rc;

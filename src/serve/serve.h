@@ -145,6 +145,7 @@ struct hx_call {
     hx_call *next;    /* in a queue of server.c */
     hx_route_fn *run; /* what a worker does next */
     bool slow;        /* run may take long */
+    bool no_body;     /* the request's is not parsed */
 
     /* For the log; the exchange ends before it is written. */
     char method[16], path[200];
@@ -197,17 +198,34 @@ typedef struct {
     int64_t n;
 } hx_prompt;
 
+/* Whether an answer calls tools: as the model likes, at least one, or the one called
+ * tool_name. Zero is AUTO, so that a dialect which says nothing gets the usual. */
+typedef enum {
+    HX_TOOLS_AUTO,
+    HX_TOOLS_NONE,
+    HX_TOOLS_REQUIRED,
+    HX_TOOLS_NAMED
+} hx_tool_choice;
+
 /* A neutral request: every dialect is parsed to it. Arrays live in the call's arena. */
 typedef struct {
     hx_request sampling;       /* tokens and n_tokens are set by generate.c */
     const char *grammar_param; /* the field that asked for sampling.grammar */
+    bool grammar_optional;     /* without it the request is answered all the same */
     bool chat;                 /* vars through the template, else raw prompts */
     hx_str vars;               /* chat: JSON object for hx_render() */
     const hx_json *tools;      /* chat: tools in force, or NULL */
-    bool no_thinking;          /* chat: an opened <think> is closed at once */
-    const hx_prompt *prompt;   /* [n_prompt] raw prompts; chat: the rendered one, later */
-    int32_t n_prompt, n;       /* prompts, answers of each */
-    bool keep_special;         /* special tokens are shown */
+    hx_tool_choice tool_choice;
+    const hx_json *allowed; /* entries that name the only tools to call, or NULL: all */
+    hx_str tool_name;       /* NAMED: which */
+    bool one_call;          /* parallel_tool_calls: false */
+    bool rendered_anew; /* chat: earlier calls as the client gives them, not as sampled */
+    bool loop_guard;    /* an answer that only repeats itself is ended */
+    bool no_thinking;   /* chat: an opened <think> is closed at once */
+    int64_t think_budget;    /* chat: tokens of reasoning at most; 0 and -1: no bound */
+    const hx_prompt *prompt; /* [n_prompt] raw prompts; chat: the rendered one, later */
+    int32_t n_prompt, n;     /* prompts, answers of each */
+    bool keep_special;       /* special tokens are shown */
     bool stream, usage, echo;
     hx_str model; /* as the client called it */
 } hx_generate;
@@ -231,6 +249,8 @@ typedef struct {
     const hx_choice *top; /* [sampling.n_top] */
     int64_t offset;       /* characters of the raw answer before the token */
     hx_stop stop;
+    int32_t loop_tokens; /* END by the loop guard: so many were repeated; else 0 */
+    int32_t loop_times;
     int32_t n_call;
     int64_t n_prompt, n_cached, n_answer, n_reasoning; /* tokens */
     hx_times times;
@@ -253,6 +273,8 @@ typedef struct hx_gen hx_gen;
 
 /* Reads the sampling fields that all dialects of OpenAI's family share. */
 int hx_params_sampling(hx_call *c, hx_generate *g);
+/* How long the answer may think, by any of the names that clients use for it. */
+int hx_params_thinking(hx_call *c, hx_generate *g);
 
 /* Whether the prompts are few and short enough; hx_gen_open() does this by itself. */
 int hx_gen_check(hx_call *c, const hx_generate *g);
@@ -263,15 +285,56 @@ int hx_gen_open(hx_gen **out, hx_call *c, const hx_generate *g);
 int hx_gen_start(hx_gen *g, const hx_gen_sink *sink);
 void hx_gen_close(hx_gen *g); /* cancels what still runs */
 int64_t hx_gen_count_chars(hx_str utf8);
+/* Before hx_gen_start(): the name that hx_gen_end_thinking() finds it by; copied. */
+void hx_gen_set_id(hx_gen *g, const char *id);
+/* Ends the reasoning of a running generation; false: there is none of that id. Any
+ * thread. */
+bool hx_gen_end_thinking(hx_pump *p, hx_str id);
 
 /* One thread that serves all generations; none ever waits for its client. */
 int hx_gen_open_pump(hx_pump **out, hx_http *http, hx_err *err);
 /* Waits until all have ended; none may be started any more. NULL is fine. */
 void hx_gen_close_pump(hx_pump *p);
 
+/* ---- toolset.c: tools of a request ----------------------------------------- */
+
+/* Sets the grammar that keeps the answer to calls which tools and tool_choice allow, or
+ * bans calls. */
+int hx_toolset_constrain(hx_call *c, hx_generate *g);
+/* Whether a turn as a client gives it back, given, means what was sampled, was; it may
+ * lack the reasoning. */
+bool hx_toolset_same(hx_engine *e, const hx_reply_opt *opt, hx_prompt given,
+                     hx_prompt was);
+
+/* ---- calls.c: what turns with calls were sampled as ----------------------- */
+
+typedef struct hx_calls hx_calls;
+
+typedef struct {
+    const hx_info *info; /* whose end ids end a turn */
+    bool (*same)(void *ud, hx_prompt given, hx_prompt was);
+    void *ud;
+} hx_calls_opt;
+
+int hx_calls_open(hx_calls **out, hx_err *err);
+void hx_calls_close(hx_calls *m);
+/* All of any thread. An answer that came after the ids `before`. */
+void hx_calls_keep(hx_calls *m, hx_prompt before, hx_prompt answer);
+/* Puts the turns of a rendered prompt back as they were sampled. */
+int hx_calls_replay(hx_calls *m, const hx_calls_opt *opt, hx_ids *ids, hx_err *err);
+
+/* ---- loop.c: answers that only repeat themselves -------------------------- */
+
+typedef struct hx_loop hx_loop;
+hx_loop *hx_loop_open(void); /* NULL: no memory */
+void hx_loop_close(hx_loop *l);
+/* One more token. true: what came is the same `period` tokens `times` times over. */
+bool hx_loop_feed(hx_loop *l, int32_t id, int32_t *period, int32_t *times);
+
 /* ---- dialects: api_openai.c, api_completions.c --------------------------- */
 
 int hx_openai_chat(hx_call *c);
+int hx_openai_act(hx_call *c); /* on a running answer: end_thinking */
 int hx_completions(hx_call *c);
 /* Shared by both: usage and timings of the answers so far. */
 typedef struct {
@@ -281,9 +344,10 @@ typedef struct {
 void hx_openai_add(hx_openai_sum *s, const hx_gen_event *ev, bool new_prompt);
 void hx_openai_write_timings(hx_sb *b, const hx_openai_sum *s);
 /* What answers and chunks are wrapped in: {"id":…,"choices":[ and
- * ],"usage":…,"timings":…}. */
+ * ],"usage":…,"timings":…}. The first makes an id that begins with prefix. */
 void hx_openai_write_head(hx_sb *b, hx_call *c, const char *prefix, const char *object,
                           hx_str model);
+void hx_openai_write_head_of(hx_sb *b, const char *id, const char *object, hx_str model);
 void hx_openai_write_tail(hx_sb *b, const hx_openai_sum *s);
 /* Ends an event stream as rc of hx_gen_sink.end says: with the sum, unless that is NULL,
  * and [DONE], or with the call's problem. head: of every chunk, up to its choices. */

@@ -54,8 +54,9 @@ struct hx_server {
 struct route {
     const char *method, *path; /* without /v1; a final slash: a name follows */
     hx_route_fn *run;
-    bool open;  /* needs no key */
-    bool early; /* works without an engine, on the loop thread */
+    bool no_body; /* a POST whose body, if any, is not read */
+    bool open;    /* needs no key */
+    bool early;   /* works without an engine, on the loop thread */
 };
 
 /* ---- problems and answers --------------------------------------------- */
@@ -392,6 +393,10 @@ static const route routes[] = {
     { .method = "GET", .path = "/models/", .run = model },
     { .method = "GET", .path = "/metrics", .run = metrics },
     { .method = "POST", .path = "/chat/completions", .run = hx_openai_chat },
+    { .method = "POST",
+      .path = "/chat/completions/",
+      .run = hx_openai_act,
+      .no_body = true },
     { .method = "POST", .path = "/completions", .run = hx_completions },
     { .method = "POST", .path = "/tokenize", .run = tokenize },
     { .method = "POST", .path = "/detokenize", .run = detokenize },
@@ -512,6 +517,7 @@ static void route_request(void *ud, hx_exchange *x)
         c.engine = s->engine;
         c.info = &s->info;
         c.run = r->run;
+        c.no_body = r->no_body || r->method[0] != 'P';
         if (enqueue(s, &c))
             return;
         hx_server_problem(&c, 503, NULL, "out_of_memory", "server: no worker is free");
@@ -557,7 +563,7 @@ void hx_server_finish(hx_call *c, int rc)
 
 static void serve(hx_call *c)
 {
-    const bool parsed = c->body != NULL || strcmp(c->method, "POST") != 0;
+    const bool parsed = c->body != NULL || c->no_body;
     int rc = parsed ? 0 : parse_body(c);
 
     if (rc == 0)

@@ -50,11 +50,18 @@ static hx_ref parse(hx_ir *ir, hx_grammar_kind kind, hx_str source, hx_str at)
         return hx_ebnf_parse(ir, source);
     case HX_GRAMMAR_CHOICE:
         return choice_parse(ir, source);
+    case HX_GRAMMAR_TOOLS:
+        return hx_tools_parse(ir, source);
     case HX_GRAMMAR_NONE:
         break;
     }
     hx_ir_fail(ir, HX_EARG, "grammar: kind %d", (int)kind);
     return HX_NONE;
+}
+
+hx_ref hx_grammar_parse(hx_ir *ir, hx_grammar_kind kind, hx_str source)
+{
+    return parse(ir, kind, source, none);
 }
 
 /* ---- pieces ---------------------------------------------------------- */
@@ -245,8 +252,18 @@ int hx_grammar_open(hx_grammar **out, const hx_vocab *v, hx_grammar_kind kind,
 
     *out = NULL;
     hx_ir_init(&ir, opt, err);
+    ir.vocab = v;
     rc = compile(out, v, &ir, parse(&ir, kind, source, none));
     hx_ir_free(&ir);
+    /* Schemas beyond the limits are no reason to refuse tools that a model may not even
+     * use: without them calls are still well formed. */
+    if (rc != 0 && rc != HX_ENOMEM && kind == HX_GRAMMAR_TOOLS) {
+        hx_ir_init(&ir, opt, err);
+        ir.vocab = v;
+        ir.no_schemas = true;
+        rc = compile(out, v, &ir, parse(&ir, kind, source, none));
+        hx_ir_free(&ir);
+    }
     return rc;
 }
 

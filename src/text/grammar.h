@@ -75,6 +75,7 @@ typedef struct hx_grammar hx_grammar;
  *                the whole text
  *   EBNF         GBNF as llama.cpp reads it; begins at the rule "root"
  *   CHOICE       a JSON array of strings
+ *   TOOLS        calls of tools in a model's own markup; docs in grammar_tools.c
  * The kinds are hx_grammar_kind of hoist.h. */
 
 /* A composed grammar, for markup around others. */

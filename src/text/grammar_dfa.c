@@ -285,16 +285,19 @@ static void build_rule(builder *b, uint32_t rule)
     hx_dfa *d = b->d;
     const hx_ir_rule r = b->ir->rule.p[rule];
 
-    if (r.counted) {
+    if (r.counted || r.any_order) {
         if (!HX_PUSH(b->ir, d->state, 1))
             return;
         d->state.p[d->state.n - 1].rule = rule;
         d->rule.p[rule] = (hx_dfa_rule) { .start = d->state.n - 1,
-                                          .counted = true,
+                                          .counted = r.counted,
+                                          .any_order = r.any_order,
+                                          .again = r.again,
                                           .child = r.child,
                                           .min = r.min,
                                           .max = r.max };
-        call_rule(b, r.child);
+        for (uint32_t i = 0; i < (r.counted ? 1 : r.max); i++)
+            call_rule(b, r.child + i);
         return;
     }
     if (hx_nfa_build(&b->nfa, r.body) != 0)
@@ -316,16 +319,26 @@ static uint32_t need_of_call(const hx_dfa *d, uint32_t rule)
     return d->state.p[d->rule.p[rule].start].need;
 }
 
+/* Those that a rule of turns still takes, where nothing has been done of it. */
+static uint32_t need_of_turns(const hx_dfa *d, const hx_dfa_rule *r)
+{
+    uint32_t most = 0;
+
+    if (r->counted)
+        return r->min == 0 ? 0 : HX_MIN(need_of_call(d, r->child) + 1, HX_NEVER);
+    for (uint32_t i = 0; i < r->max; i++)
+        if ((r->min >> i & 1) != 0)
+            most = HX_MAX(most, need_of_call(d, r->child + i) + 1);
+    return HX_MIN(most, HX_NEVER);
+}
+
 /* The frames that the cheapest way from a state to its rule's end opens. */
 static uint32_t need_of(const hx_dfa *d, const hx_dfa_state *s)
 {
     uint32_t best = s->final ? 0 : HX_NEVER;
 
-    if (s->rule != HX_IR_NO_END) {
-        const hx_dfa_rule *r = &d->rule.p[s->rule];
-
-        return r->min == 0 ? 0 : HX_MIN(need_of_call(d, r->child) + 1, HX_NEVER);
-    }
+    if (s->rule != HX_IR_NO_END)
+        return need_of_turns(d, &d->rule.p[s->rule]);
     for (uint32_t i = 0; i < s->n_byte; i++)
         best = HX_MIN(best, d->state.p[d->byte.p[s->byte + i].to].need);
     for (uint32_t i = 0; i < s->n_token; i++)
@@ -516,10 +529,11 @@ static bool walk_start(walker *w, uint32_t rule, uint32_t turn, bool collect)
     const hx_dfa_rule *r = &d->rule.p[rule];
     bool final = false;
 
-    if (r->counted) {
-        if (collect && HX_PUSH(w->ir, w->left, 1))
-            w->left.p[w->left.n - 1] = r->child;
-        return r->min == 0 || d->rule.p[r->child].nullable;
+    if (r->counted || r->any_order) {
+        for (uint32_t i = 0; collect && i < (r->counted ? 1 : r->max); i++)
+            if (HX_PUSH(w->ir, w->left, 1))
+                w->left.p[w->left.n - 1] = r->child + i;
+        return r->min == 0 || (r->counted && d->rule.p[r->child].nullable);
     }
     w->stack.n = 0;
     if (!HX_PUSH(w->ir, w->stack, 1))

@@ -309,6 +309,33 @@ static hx_ref counted(hx_ir *ir, hx_ref child, uint32_t min, uint32_t max)
     return hx_ir_call(ir, turns);
 }
 
+hx_ref hx_ir_any_order(hx_ir *ir, const hx_ref *child, uint32_t n, uint32_t must,
+                       hx_ref again)
+{
+    const hx_str no_name = { NULL, 0 };
+    const uint32_t first = ir->rule.n, all = n + (again != HX_NONE);
+    uint32_t turns;
+
+    if (ir->rc == 0 && n > HX_ANY_ORDER_MAX)
+        hx_ir_fail(ir, HX_EARG, "grammar: %u parts in any order, at most %d", n,
+                   HX_ANY_ORDER_MAX);
+    for (uint32_t i = 0; i < all && ir->rc == 0; i++) {
+        const uint32_t rule = hx_ir_rule_new(ir, no_name);
+
+        if (ir->rc == 0)
+            ir->rule.p[rule].body = i < n ? child[i] : again;
+    }
+    turns = hx_ir_rule_new(ir, no_name);
+    if (ir->rc != 0)
+        return HX_NONE;
+    ir->rule.p[turns].any_order = true;
+    ir->rule.p[turns].again = again != HX_NONE;
+    ir->rule.p[turns].child = first;
+    ir->rule.p[turns].min = must;
+    ir->rule.p[turns].max = all;
+    return hx_ir_call(ir, turns);
+}
+
 hx_ref hx_ir_rep(hx_ir *ir, hx_ref child, uint32_t min, uint32_t max, hx_rep_how how)
 {
     const uint64_t copies = max == HX_IR_NO_END ? (uint64_t)min + 1 : max;

@@ -6,6 +6,7 @@
  * grammar_ebnf.c    GBNF -> IR
  * grammar_schema.c  JSON schema -> IR
  * grammar_value.c   ... its strings, numbers and enumerated values
+ * grammar_tools.c   calls of tools -> IR
  * grammar_ir.c      the IR's builder: expressions over code points and bytes, rules
  * grammar_nfa.c     IR -> NFA
  * grammar_lang.c    questions about regular languages, and restrictions of them
@@ -71,16 +72,21 @@ typedef struct {
     uint32_t size;                   /* NFA states it takes, about; saturates */
 } hx_ir_node;
 
-/* A counted rule matches rule `child` min to max times; others match body. */
+/* A counted rule matches rule `child` min to max times. One in any order matches the max
+ * rules from `child` on, each at most once and in whatever order; bits of min tell which
+ * must come; with `again` the last of them may come any number of times. Others match
+ * body. */
 typedef struct {
     hx_ref   body;
-    bool     counted;
+    bool     counted, any_order, again;
     uint32_t child, min, max;
     hx_str   name;                   /* for messages; {NULL, 0}: none */
 } hx_ir_rule;
 
 typedef struct {
     hx_grammar_opt opt;              /* with the defaults filled in */
+    const hx_vocab *vocab;           /* or NULL: nothing has a token id */
+    bool     no_schemas;             /* tools: but for strict ones arguments are free */
     hx_err  *err;
     int      rc;                     /* sticky */
     uint64_t steps;
@@ -126,6 +132,11 @@ hx_ref hx_ir_opt(hx_ir *ir, hx_ref child);
 hx_ref hx_ir_call(hx_ir *ir, uint32_t rule);
 hx_ref hx_ir_goto(hx_ir *ir, uint32_t rule);
 hx_ref hx_ir_token(hx_ir *ir, int32_t id);
+enum { HX_ANY_ORDER_MAX = 31 };
+/* The n children in any order; bits of must tell which have to come. again, unless
+ * HX_NONE, may come any number of times between them. */
+hx_ref hx_ir_any_order(hx_ir *ir, const hx_ref *child, uint32_t n, uint32_t must,
+                       hx_ref again);
 uint32_t hx_ir_rule_new(hx_ir *ir, hx_str name);          /* body: HX_NONE until set */
 
 size_t hx_range_norm(hx_range *r, size_t n);              /* sorted, disjoint, not touching */
@@ -140,6 +151,18 @@ hx_ref hx_regex_parse(hx_ir *ir, hx_str source, bool json, bool search);
 hx_ref hx_ebnf_parse(hx_ir *ir, hx_str source);
 /* at: where in the source the schema is, as in a $ref; {NULL, 0}: it is all of it. */
 hx_ref hx_schema_parse(hx_ir *ir, hx_str source, hx_str at);
+hx_ref hx_schema_value(hx_ir *ir, const hx_json *root);
+/* What stands before and behind the names and values of arguments. */
+typedef struct { hx_ref key, key_end, value, value_end; } hx_schema_tags;
+/* The members of an object of the schema as tagged pairs, in any order. */
+hx_ref hx_schema_pairs(hx_ir *ir, const hx_json *root, const hx_schema_tags *t);
+/* Looks for what would make parsing itself slow: depth, and elements by the hundred
+ * thousand. false: the error is set. */
+bool hx_schema_is_small(hx_ir *ir, hx_str text);
+/* A source of any kind (grammar.c). */
+hx_ref hx_grammar_parse(hx_ir *ir, hx_grammar_kind kind, hx_str source);
+/* Calls of tools: grammar_tools.c says what the source holds. */
+hx_ref hx_tools_parse(hx_ir *ir, hx_str source);
 
 /* Expressions of JSON, shared by the front ends. */
 hx_ref hx_json_any(hx_ir *ir);                            /* any value */
@@ -208,7 +231,8 @@ typedef struct { int32_t id; uint32_t to; } hx_token_edge;
 
 typedef struct {
     uint32_t byte, n_byte, call, n_call, token, n_token;
-    uint32_t rule;                   /* counted: the rule, else HX_IR_NO_END */
+    uint32_t rule;                   /* counted or in any order: the rule, else
+                                      * HX_IR_NO_END */
     uint16_t need;                   /* frames that the shortest way to the end takes */
     bool     final;
     uint8_t  room;                   /* so many characters of plain text (grammar_dfa.c)
@@ -219,8 +243,8 @@ typedef struct {
 
 typedef struct {
     uint32_t start;
-    bool     nullable, counted;
-    uint32_t child, min, max;        /* counted */
+    bool     nullable, counted, any_order, again;
+    uint32_t child, min, max;        /* counted or in any order: as in the IR */
 } hx_dfa_rule;
 
 typedef struct {

@@ -218,7 +218,8 @@ static uint32_t text_room(const hx_grammar *g, uint32_t cfg)
             item[i].frame == 0 ? HX_IR_NO_END : g->dfa.state.p[f->ret].rule;
 
         room = HX_MAX(room, s->room);
-        if (item[i].state != g->dfa.text_state || rule == HX_IR_NO_END) {
+        if (item[i].state != g->dfa.text_state || rule == HX_IR_NO_END ||
+            !g->dfa.rule.p[rule].counted) {
             only &= s->no_text;
             continue;
         }

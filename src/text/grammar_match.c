@@ -186,7 +186,7 @@ static void arrive(hx_grammar *g, uint32_t state, uint32_t frame, uint32_t count
     uint32_t need = s->need;
     bool open = false;
 
-    if (s->rule != HX_IR_NO_END) {
+    if (s->rule != HX_IR_NO_END && g->dfa.rule.p[s->rule].counted) {
         const hx_dfa_rule *r = &g->dfa.rule.p[s->rule];
 
         if (count >= r->min) {
@@ -230,6 +230,21 @@ static bool enter(hx_grammar *g, uint32_t rule, uint32_t ret, uint32_t count,
     return true;
 }
 
+/* At a rule in any order: count has a bit for each part that has come. */
+static bool follow_any_order(hx_grammar *g, const hx_dfa_rule *r, hx_arrival a)
+{
+    if ((a.count & r->min) == r->min)
+        leave(g, a.frame);
+    for (uint32_t i = 0; i < r->max; i++) {
+        const uint32_t bit = r->again && i == r->max - 1 ? 0 : 1u << i;
+
+        if ((a.count & bit) == 0 &&
+            !enter(g, r->child + i, a.state, a.count | bit, a.frame))
+            return false;
+    }
+    return true;
+}
+
 /* Follows an arrival without taking a byte; false: the cache is full. */
 static bool follow(hx_grammar *g, hx_arrival a)
 {
@@ -238,6 +253,8 @@ static bool follow(hx_grammar *g, hx_arrival a)
     if (s->rule != HX_IR_NO_END) {
         const hx_dfa_rule *r = &g->dfa.rule.p[s->rule];
 
+        if (r->any_order)
+            return follow_any_order(g, r, a);
         if (a.count >= r->min)
             leave(g, a.frame);
         return a.count == r->max || enter(g, r->child, a.state, a.count + 1, a.frame);

@@ -18,8 +18,12 @@
  * allowed; multipleOf: up to 100, or powers of ten below 1; propertyNames: pattern and
  * lengths; two patterns for one string: no refused   not, if, contains, uniqueItems,
  * dependencies of any kind, references out of the document: with HX_EUNSUP, never ignored
- * Anything else is an annotation. What no document satisfies is an error. */
+ * Anything else is an annotation. What no document satisfies is an error.
+ *
+ * The arguments of a call may also be tagged pairs: the same schemas, but strings stand
+ * there bare, and what is JSON is told from text by how reply.c reads it. */
 #include "text/grammar_ir.h"
+#include "text/text.h"
 
 enum { ANYOF_DONE = 1, ONEOF_DONE = 2 };
 
@@ -30,6 +34,12 @@ typedef struct {
 typedef struct {
     uint32_t at, n, rule, next;
 } view;
+/* An anyOf or oneOf of a view. */
+typedef struct {
+    uint32_t part;
+    uintptr_t done;
+    const hx_json *branches;
+} choice;
 /* A member of an object; rule 0: it must not be there. */
 typedef struct {
     hx_str key;
@@ -65,6 +75,10 @@ static const struct { const char *name; unsigned bits; } type_names[] = {
 /* clang-format on */
 
 enum { SLOTS = 4096 };
+
+/* How strings are written: quoted and escaped; bare, where nothing else is read; bare, where
+ * JSON would be read as such. */
+typedef enum { AS_JSON, AS_TEXT, AS_CLEAR_TEXT } spelling;
 
 typedef struct {
     hx_ir *ir;
@@ -388,28 +402,73 @@ static uint32_t fold_bound(schema *s, const view *v, const char *name, bool lowe
 
 /* ---- choices --------------------------------------------------------- */
 
-/* One rule per branch of the anyOf or oneOf of part i, beside all other parts. */
-static hx_ref emit_choice(schema *s, const view *v, uint32_t i, const char *name,
-                          uintptr_t done)
+/* The anyOf or oneOf that is to be resolved next; false: there is none. */
+static bool next_choice(const schema *s, const view *v, choice *c)
 {
-    const hx_json *branches = hx_json_get(node_at(s, v, i), name);
+    static const struct {
+        const char *name;
+        uintptr_t done;
+    } words[] = { { "anyOf", ANYOF_DONE }, { "oneOf", ONEOF_DONE } };
+
+    for (c->part = 0; c->part < v->n; c->part++) {
+        const part p = s->part.p[v->at + c->part];
+
+        for (size_t w = 0; w < HX_LEN(words); w++) {
+            c->branches = hx_json_get(p.node, words[w].name);
+            c->done = words[w].done;
+            if ((p.done & c->done) == 0 && hx_json_has(p.node, words[w].name))
+                return true;
+        }
+    }
+    return false;
+}
+
+/* The rule of a branch beside all other parts; 0: no value can satisfy it. */
+static uint32_t branch_rule(schema *s, const view *v, const choice *c, size_t branch)
+{
+    begin_view(s);
+    if (!HX_PUSH(s->ir, s->now, v->n))
+        return 0;
+    memcpy(s->now.p, s->part.p + v->at, v->n * sizeof(part));
+    s->now.p[c->part].done |= c->done;
+    add_schema(s, hx_json_at(c->branches, branch));
+    return end_view(s);
+}
+
+static hx_ref emit_choice(schema *s, const view *v, const choice *c)
+{
     hx_refs way = { 0 };
     hx_ref e;
 
-    for (size_t b = 0; b < hx_json_len(branches) && s->ir->rc == 0; b++) {
-        begin_view(s);
-        if (!HX_PUSH(s->ir, s->now, v->n))
-            break;
-        memcpy(s->now.p, s->part.p + v->at, v->n * sizeof(part));
-        s->now.p[i].done |= done;
-        add_schema(s, hx_json_at(branches, b));
-        e = call(s, end_view(s));
+    for (size_t b = 0; b < hx_json_len(c->branches) && s->ir->rc == 0; b++) {
+        e = call(s, branch_rule(s, v, c, b));
         if (HX_PUSH(s->ir, way, 1))
             way.p[way.n - 1] = e;
     }
     e = hx_ir_alt(s->ir, way.p, way.n);
     HX_DROP(s->ir, way);
     return e;
+}
+
+/* ---- bare text -------------------------------------------------------- */
+
+static hx_ref any_char(hx_ir *ir)
+{
+    return hx_ir_set(ir, &(hx_range) { 1, 0x10ffff }, 1, false);
+}
+
+/* Whether no reader takes the text for a value of JSON or Python. */
+static bool is_clear(hx_str text)
+{
+    static const char *const words[] = {
+        "true", "false", "null", "True", "False", "None"
+    };
+    const uint8_t c = text.n > 0 ? (uint8_t)text.p[0] : 0;
+
+    for (size_t i = 0; i < HX_LEN(words); i++)
+        if (text.n >= strlen(words[i]) && memcmp(text.p, words[i], strlen(words[i])) == 0)
+            return false;
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_' || c >= 0x80;
 }
 
 /* ---- types and enumerated values ------------------------------------- */
@@ -570,8 +629,21 @@ static bool value_fits(schema *s, const view *v, unsigned types, const hx_json *
     return true;
 }
 
+/* A JSON value where JSON stands, the bare characters of a string where text does. */
+static hx_ref spell(schema *s, const hx_json *value, spelling how)
+{
+    const hx_str text = hx_json_str(value);
+
+    if (how == AS_JSON)
+        return hx_json_literal(s->ir, value);
+    if (hx_json_kind(value) != HX_JSON_STRING ||
+        (how == AS_CLEAR_TEXT && !is_clear(text)))
+        return HX_NONE;
+    return hx_ir_lit(s->ir, text.p, text.n);
+}
+
 /* false: nothing is listed. */
-static bool emit_listed(schema *s, const view *v, hx_ref *e)
+static bool emit_listed(schema *s, const view *v, spelling how, hx_ref *e)
 {
     const unsigned types = types_of(s, v);
     hx_refs way = { 0 };
@@ -590,7 +662,7 @@ static bool emit_listed(schema *s, const view *v, hx_ref *e)
         const hx_json *value = one ? list : hx_json_at(list, i);
 
         if (value_fits(s, v, types, node, value) && HX_PUSH(s->ir, way, 1)) {
-            const hx_ref lit = hx_json_literal(s->ir, value);
+            const hx_ref lit = spell(s, value, how);
 
             way.p[way.n - 1] = lit;
         }
@@ -705,8 +777,9 @@ static hx_ref emit_number(schema *s, const view *v, bool integer)
 
 /* ---- strings --------------------------------------------------------- */
 
-static hx_ref emit_string(schema *s, const view *v)
+static hx_ref emit_string(schema *s, const view *v, spelling how)
 {
+    const bool json = how == AS_JSON;
     const uint32_t min = fold_bound(s, v, "minLength", true);
     const uint32_t max = fold_bound(s, v, "maxLength", false);
     hx_str re = { NULL, 0 };
@@ -725,10 +798,14 @@ static hx_ref emit_string(schema *s, const view *v)
     if (min > max)
         return HX_NONE;
     if (re.p == NULL && format == NULL)
-        return hx_json_string(s->ir, min, max);
-    e = re.p != NULL ? hx_regex_parse(s->ir, re, true, true)
-                     : hx_regex_parse(s->ir, hx_str_c(format), true, false);
+        return json ? hx_json_string(s->ir, min, max)
+                    : hx_ir_rep(s->ir, any_char(s->ir), min, max,
+                                max == HX_IR_NO_END ? HX_REP_EXPAND : HX_REP_AUTO);
+    e = re.p != NULL ? hx_regex_parse(s->ir, re, json, true)
+                     : hx_regex_parse(s->ir, hx_str_c(format), json, false);
     e = hx_lang_length(s->ir, e, min, max);
+    if (!json)
+        return e;
     return HX_SEQ(s->ir, hx_ir_str(s->ir, "\""), e, hx_ir_str(s->ir, "\""));
 }
 
@@ -1165,7 +1242,7 @@ static hx_ref emit_types(schema *s, const view *v)
     if ((types & T_ARR) != 0)
         e[1] = has_any(s, v, array_words) ? emit_array(s, v) : hx_json_array(ir);
     if ((types & T_STR) != 0)
-        e[2] = emit_string(s, v);
+        e[2] = emit_string(s, v, AS_JSON);
     if ((types & (T_INT | T_NUM)) != 0)
         e[3] = emit_number(s, v, (types & T_NUM) == 0);
     if ((types & T_BOOL) != 0)
@@ -1177,26 +1254,19 @@ static hx_ref emit_types(schema *s, const view *v)
 
 static hx_ref emit_view(schema *s, const view *v)
 {
+    choice c;
     hx_ref e;
 
     if (v->n == 0)
         return hx_json_any(s->ir);
     if (!hx_ir_work(s->ir, 100 * (uint64_t)v->n))
         return HX_NONE;
-    for (uint32_t i = 0; i < v->n; i++) {
-        const part p = s->part.p[v->at + i];
-
-        if ((p.done & ANYOF_DONE) == 0 && hx_json_has(p.node, "anyOf"))
-            return emit_choice(s, v, i, "anyOf", ANYOF_DONE);
-        if ((p.done & ONEOF_DONE) == 0 && hx_json_has(p.node, "oneOf"))
-            return emit_choice(s, v, i, "oneOf", ONEOF_DONE);
-    }
-    return emit_listed(s, v, &e) ? e : emit_types(s, v);
+    if (next_choice(s, v, &c))
+        return emit_choice(s, v, &c);
+    return emit_listed(s, v, AS_JSON, &e) ? e : emit_types(s, v);
 }
 
-/* Looks for what would make parsing itself slow: depth, and elements by the hundred
- * thousand. */
-static bool is_small(hx_ir *ir, hx_str text)
+bool hx_schema_is_small(hx_ir *ir, hx_str text)
 {
     uint32_t depth = 0, elements = 0;
     bool in_string = false;
@@ -1224,24 +1294,15 @@ static bool is_small(hx_ir *ir, hx_str text)
     return ir->rc == 0;
 }
 
-hx_ref hx_schema_parse(hx_ir *ir, hx_str source, hx_str at)
+/* Runs make() on an open schema, then fills in the rules of all views. */
+static hx_ref with_schema(hx_ir *ir, const hx_json *root,
+                          hx_ref (*make)(schema *s, const void *ud), const void *ud)
 {
-    schema s = { .ir = ir };
-    hx_json *root = NULL;
-    uint32_t rule = 0;
+    schema s = { .ir = ir, .root = root };
+    hx_ref e = HX_NONE;
 
-    if (ir->rc != 0 || !is_small(ir, source))
-        return HX_NONE;
-    if ((ir->rc = hx_json_parse(&root, source, (int)ir->opt.nesting + 1, ir->err)) != 0)
-        return HX_NONE;
-    s.root = root;
     if (HX_PUSH(ir, s.slot, SLOTS) && HX_PUSH(ir, s.view, 1)) {
-        const hx_json *top = at.p == NULL ? root : resolve(&s, at);
-
-        begin_view(&s);
-        if (ir->rc == 0)
-            add_schema(&s, top);
-        rule = end_view(&s);
+        e = make(&s, ud);
         for (uint32_t i = 1; i < s.view.n && ir->rc == 0; i++) {
             const view v = s.view.p[i];
             const hx_ref body = emit_view(&s, &v);
@@ -1258,6 +1319,286 @@ hx_ref hx_schema_parse(hx_ir *ir, hx_str source, hx_str at)
     HX_DROP(ir, s.prop);
     HX_DROP(ir, s.pattern);
     HX_DROP(ir, s.word);
+    return ir->rc == 0 ? e : HX_NONE;
+}
+
+static uint32_t rule_of_schema(schema *s, const hx_json *node)
+{
+    begin_view(s);
+    if (s->ir->rc == 0)
+        add_schema(s, node);
+    return end_view(s);
+}
+
+static hx_ref make_value(schema *s, const void *ud)
+{
+    const hx_str at = *(const hx_str *)ud;
+
+    return call(s, rule_of_schema(s, at.p == NULL ? s->root : resolve(s, at)));
+}
+
+hx_ref hx_schema_value(hx_ir *ir, const hx_json *root)
+{
+    return with_schema(ir, root, make_value, &(hx_str) { NULL, 0 });
+}
+
+hx_ref hx_schema_parse(hx_ir *ir, hx_str source, hx_str at)
+{
+    hx_json *root = NULL;
+    hx_ref e;
+
+    if (ir->rc != 0 || !hx_schema_is_small(ir, source))
+        return HX_NONE;
+    if ((ir->rc = hx_json_parse(&root, source, (int)ir->opt.nesting + 1, ir->err)) != 0)
+        return HX_NONE;
+    e = with_schema(ir, root, make_value, &at);
     hx_json_free(root);
-    return ir->rc == 0 ? call(&s, rule) : HX_NONE;
+    return e;
+}
+
+/* ---- arguments as tagged pairs ----------------------------------------- */
+
+static view view_of(const schema *s, uint32_t rule)
+{
+    uint32_t i = s->view.n - 1;
+
+    while (i > 0 && s->view.p[i].rule != rule)
+        i--;
+    return s->view.p[i];
+}
+
+/* Strings of the rule's view, bare. */
+static hx_ref text_of(schema *s, uint32_t rule, spelling how, uint32_t depth)
+{
+    const view v = view_of(s, rule);
+    hx_ref e = HX_NONE;
+    choice c;
+
+    if (depth > s->ir->opt.nesting)
+        hx_ir_over(s->ir, "nesting");
+    if (rule == 0 || s->ir->rc != 0 || !hx_ir_work(s->ir, 100))
+        return HX_NONE;
+    if (next_choice(s, &v, &c)) {
+        for (size_t b = 0; b < hx_json_len(c.branches) && s->ir->rc == 0; b++)
+            e = HX_ALT(s->ir, e, text_of(s, branch_rule(s, &v, &c, b), how, depth + 1));
+        return e;
+    }
+    if ((types_of(s, &v) & T_STR) == 0)
+        return HX_NONE;
+    return emit_listed(s, &v, how, &e) ? e : emit_string(s, &v, how);
+}
+
+/* What is known of the values of a view that may be text or JSON: the types that it takes
+ * whatever their value, and whether strings are bound in some way. */
+typedef struct {
+    unsigned loose;
+    bool listed, bound; /* bound: by more than a length, or in several ways */
+    uint32_t n_string, min, max;
+} looseness;
+
+static void find_loose(schema *s, uint32_t rule, looseness *l, uint32_t depth)
+{
+    static const char *const texts[] = { "pattern", "format", NULL };
+    static const char *const numbers[] = { "minimum",          "maximum",
+                                           "exclusiveMinimum", "exclusiveMaximum",
+                                           "multipleOf",       NULL };
+    static const char *const lists[] = { "enum", "const", NULL };
+    const view v = view_of(s, rule);
+    unsigned types;
+    choice c;
+
+    if (depth > s->ir->opt.nesting)
+        hx_ir_over(s->ir, "nesting");
+    if (rule == 0 || s->ir->rc != 0 || !hx_ir_work(s->ir, 100))
+        return;
+    if (next_choice(s, &v, &c)) {
+        for (size_t b = 0; b < hx_json_len(c.branches) && s->ir->rc == 0; b++)
+            find_loose(s, branch_rule(s, &v, &c, b), l, depth + 1);
+        return;
+    }
+    types = types_of(s, &v);
+    if (has_any(s, &v, lists)) {
+        l->listed |= (types & T_STR) != 0;
+        return;
+    }
+    if ((types & T_STR) != 0) {
+        l->min = fold_bound(s, &v, "minLength", true);
+        l->max = fold_bound(s, &v, "maxLength", false);
+        l->bound |= has_any(s, &v, texts) || l->n_string++ > 0;
+    }
+    if (has_any(s, &v, numbers))
+        types &= ~(unsigned)(T_INT | T_NUM);
+    if (has_any(s, &v, array_words))
+        types &= ~(unsigned)T_ARR;
+    if (has_any(s, &v, object_words))
+        types &= ~(unsigned)T_OBJ;
+    l->loose |= types;
+}
+
+/* Text of that length that cannot be read as a value of one of the types, nor, where the
+ * length matters, as a quoted string. */
+static hx_ref text_but(hx_ir *ir, unsigned types, uint32_t min, uint32_t max)
+{
+    static const struct {
+        unsigned type;
+        const char *first; /* characters that such a value may begin with */
+    } starts[] = {
+        { T_INT | T_NUM, "+-.0123456789" },
+        { T_ARR, "[(" },
+        { T_OBJ, "{" },
+        { T_BOOL, "tfTF" },
+        { T_NULL, "nN" },
+    };
+    hx_range set[40], out[41];
+    uint32_t n = 1, n_out;
+    const bool counts = min > 0 || max != HX_IR_NO_END;
+    hx_ref rest;
+
+    if (min > max)
+        return HX_NONE;
+    set[0] = (hx_range) { 0, types != 0 ? ' ' : 0 }; /* blanks go before it is read */
+    for (size_t i = 0; i < HX_LEN(starts); i++)
+        for (const char *c = starts[i].first; (types & starts[i].type) && *c; c++)
+            set[n++] = (hx_range) { (uint8_t)*c, (uint8_t)*c };
+    if (counts)
+        set[n++] = (hx_range) { '"', '"' };
+    n = (uint32_t)hx_range_norm(set, n);
+    n_out = (uint32_t)hx_range_invert(set, n, out);
+    if (max == 0)
+        return HX_EMPTY;
+    rest = hx_ir_rep(ir, any_char(ir), min > 0 ? min - 1 : 0,
+                     max == HX_IR_NO_END ? max : max - 1,
+                     max == HX_IR_NO_END ? HX_REP_EXPAND : HX_REP_AUTO);
+    rest = HX_SEQ(ir, hx_ir_set(ir, out, n_out, false), rest);
+    return min > 0 ? rest : hx_ir_opt(ir, rest);
+}
+
+/* What a value of the rule's view looks like, whose text is read as JSON where that gives
+ * one of the types: the text itself, JSON, or either where that is no ambiguity. */
+static hx_ref tagged_value(schema *s, uint32_t rule, unsigned types)
+{
+    looseness l = { 0 };
+    hx_ref text = HX_NONE;
+
+    if (rule == 0)
+        return HX_NONE;
+    if (types == HX_TYPE_STRING)
+        return text_of(s, rule, AS_TEXT, 0);
+    if ((types & (HX_TYPE_STRING | HX_TYPE_ANY)) == 0)
+        return call(s, rule);
+    types = (types & HX_TYPE_ANY) != 0 ? T_ALL : types & T_ALL;
+    find_loose(s, rule, &l, 0);
+    if (!l.listed && !l.bound && (l.loose & T_STR) != 0)
+        text = text_but(s->ir, types & ~l.loose, l.min, l.max);
+    else if (l.listed && !l.bound && (l.loose & T_STR) == 0)
+        text = text_of(s, rule, AS_CLEAR_TEXT, 0);
+    return HX_ALT(s->ir, call(s, rule), text);
+}
+
+static hx_ref pair(schema *s, const hx_schema_tags *t, hx_ref key, hx_ref value)
+{
+    return HX_SEQ(s->ir, t->key, key, t->key_end, t->value, value, t->value_end);
+}
+
+/* The names of arguments that no schema declares: short words. */
+static hx_ref other_name(schema *s)
+{
+    hx_range word[] = {
+        { '-', '.' }, { '0', '9' }, { 'A', 'Z' }, { '_', '_' }, { 'a', 'z' }
+    };
+    const hx_ref e = hx_ir_rep(s->ir, hx_ir_set(s->ir, word, HX_LEN(word), false), 1, 64,
+                               HX_REP_EXPAND);
+
+    s->word.n = 0;
+    for (uint32_t k = 0; k < s->prop.n; k++)
+        if (HX_PUSH(s->ir, s->word, 1))
+            s->word.p[s->word.n - 1] = s->prop.p[k].key;
+    return hx_lang_without(s->ir, e, s->word.p, s->word.n);
+}
+
+/* Pairs of arguments that are not declared; HX_NONE: none are allowed. */
+static hx_ref other_pair(schema *s, const view *v, const hx_schema_tags *t)
+{
+    bool lists = false, says = false;
+
+    for (uint32_t i = 0; i < v->n; i++) {
+        const hx_json *more = hx_json_get(node_at(s, v, i), "additionalProperties");
+
+        if (!hx_json_bool(more, true))
+            return HX_NONE;
+        if (hx_json_len(hx_json_get(node_at(s, v, i), "patternProperties")) > 0)
+            unsupported(s, "patternProperties among the arguments of a call");
+        lists |= hx_json_has(node_at(s, v, i), "properties");
+        says |= more != NULL;
+    }
+    if (!says && lists)
+        return HX_NONE;
+    begin_view(s);
+    for (uint32_t i = 0; i < v->n && s->ir->rc == 0; i++)
+        if (hx_json_has(node_at(s, v, i), "additionalProperties"))
+            add_schema(s, hx_json_get(node_at(s, v, i), "additionalProperties"));
+    return pair(s, t, other_name(s), tagged_value(s, end_view(s), HX_TYPE_ANY));
+}
+
+/* In any order, so that a model may give what it knows first; more than fit one rule of
+ * that kind come in the order of the schema. */
+static hx_ref all_pairs(schema *s, const hx_ref *one, uint32_t n, hx_ref other)
+{
+    hx_refs way = { 0 };
+    uint32_t must = 0;
+    hx_ref e;
+
+    if (n <= HX_ANY_ORDER_MAX) {
+        for (uint32_t i = 0; i < n; i++)
+            must |= (uint32_t)s->prop.p[i].required << i;
+        return hx_ir_any_order(s->ir, one, n, must, other);
+    }
+    if (!HX_PUSH(s->ir, way, n + 1))
+        return HX_NONE;
+    for (uint32_t i = 0; i < n; i++)
+        way.p[i] = s->prop.p[i].required ? one[i] : hx_ir_opt(s->ir, one[i]);
+    way.p[n] = hx_ir_rep(s->ir, other, 0, HX_IR_NO_END, HX_REP_EXPAND);
+    e = hx_ir_seq(s->ir, way.p, way.n);
+    HX_DROP(s->ir, way);
+    return e;
+}
+
+static hx_ref make_pairs(schema *s, const void *ud)
+{
+    const hx_schema_tags *t = ud;
+    const uint32_t rule = rule_of_schema(s, s->root);
+    const view v = view_of(s, rule);
+    hx_refs one = { 0 };
+    choice c;
+    hx_ref e = HX_NONE;
+
+    if (s->ir->rc != 0)
+        return HX_NONE;
+    if (rule == 0)
+        hx_ir_fail(s->ir, HX_EFORMAT, "schema: no arguments can satisfy it");
+    else if ((types_of(s, &v) & T_OBJ) == 0)
+        hx_ir_fail(s->ir, HX_EFORMAT,
+                   "schema: arguments are an object, not what it says");
+    else if (next_choice(s, &v, &c))
+        unsupported(s, "a choice between sets of arguments");
+    collect_props(s, &v);
+    for (uint32_t i = 0; i < s->prop.n && s->ir->rc == 0; i++) {
+        const prop p = s->prop.p[i];
+        const unsigned types = hx_reply_types(s->root, p.key.p);
+        const hx_ref value = tagged_value(s, p.rule, types);
+
+        if (HX_PUSH(s->ir, one, 1))
+            one.p[one.n - 1] =
+                value == HX_NONE ? HX_NONE
+                                 : pair(s, t, hx_ir_lit(s->ir, p.key.p, p.key.n), value);
+    }
+    if (s->ir->rc == 0)
+        e = all_pairs(s, one.p, one.n, other_pair(s, &v, t));
+    HX_DROP(s->ir, one);
+    return e;
+}
+
+hx_ref hx_schema_pairs(hx_ir *ir, const hx_json *root, const hx_schema_tags *t)
+{
+    return ir->rc != 0 ? HX_NONE : with_schema(ir, root, make_pairs, t);
 }

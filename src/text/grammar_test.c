@@ -4,7 +4,7 @@
  *
  * Independent judges: documents written by hand and python3-jsonschema (schemas), PCRE2
  * (regular expressions), hx_grammar_accept() token by token (masks). All random choices
- * come from fixed seeds. The argument "bench" (and a file of tokens)
+ * come from fixed seeds. The argument "bench" (and a tokenizer.json)
  * prints figures instead. */
 /* clang-format off */      /* for the tables */
 #include <stdarg.h>
@@ -1684,8 +1684,7 @@ static void bench_other(const words *w, hx_grammar_kind kind, const char *source
     hx_grammar_close(g);
 }
 
-/* A vocabulary from a file: each token as its length in two bytes, low first, and its
- * bytes. The first 154,820 are taken. */
+/* The vocabulary of a tokenizer.json, and an end. */
 static void file_open(const char *path)
 {
     char *p;
@@ -1695,11 +1694,14 @@ static void file_open(const char *path)
     if (hx_file_read(path, 1 << 28, &p, &n, &err) != 0)
         fail_msg("%s", err.msg);
     words_open(&big, 154821);
-    for (size_t at = 0, len; at + 2 < n && big.n < 154820; at += 2 + len) {
-        len = (uint8_t)p[at] | (size_t)(uint8_t)p[at + 1] << 8;
-        add_word(&big, p + at + 2, len);
-    }
+    assert_int_equal(hx_tok_open(&big.tok, (hx_str) { p, n }, path, &err), 0);
     hx_free(p);
+    for (int32_t id = 0; id < HX_MIN(hx_tok_count(big.tok), 154820); id++) {
+        const hx_str s = hx_tok_bytes(big.tok, id);
+
+        add_word(&big, s.p != NULL ? s.p : "", s.n);
+        big.special[id] = s.n > 0 && hx_tok_find(big.tok, s) == id;
+    }
     big.special[add_word(&big, "<|end|>", 7)] = true;
 }
 
@@ -1725,6 +1727,10 @@ static int bench(const char *path)
     bench_other(&big, HX_GRAMMAR_REGEX, "(\\w+ )*\\w+\\.");
     bench_other(&big, HX_GRAMMAR_EBNF, ebnf_cases[HX_LEN(ebnf_cases) - 1].source);
     bench_other(&big, HX_GRAMMAR_JSON, "");
+    bench_other(&demo, HX_GRAMMAR_TOOLS,
+                "{\"format\":\"glm\",\"choice\":\"required\",\"tools\":[{\"name\":\"f\",\"parameters\":{"
+                "\"properties\":{\"a\":{\"type\":\"string\"},\"b\":{\"type\":\"integer\"},\"c\":{\"type\":"
+                "[\"string\",\"null\"]},\"d\":{\"type\":\"string\",\"maxLength\":60}}}}]}");
     return 0;
 }
 

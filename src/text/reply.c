@@ -27,18 +27,20 @@ enum {
 
 typedef enum { CONTENT, REASONING, NAME, ARGS, KEY, VALUE, BODY, N_STATE } state;
 
-/* No marker of a format may occur inside another: the shorter would always win. */
-typedef enum {
-    THINK,
-    THINK_END,
-    CALL,
-    CALL_END,
-    ARG_KEY,
-    ARG_KEY_END,
-    ARG_VALUE,
-    ARG_VALUE_END,
+/* The markers by the names of text.h; none of a format may occur inside another: the
+ * shorter would always win. */
+enum {
+    THINK = HX_MARK_THINK,
+    THINK_END = HX_MARK_THINK_END,
+    CALL = HX_MARK_CALL,
+    CALL_END = HX_MARK_CALL_END,
+    ARG_KEY = HX_MARK_KEY,
+    ARG_KEY_END = HX_MARK_KEY_END,
+    ARG_VALUE = HX_MARK_VALUE,
+    ARG_VALUE_END = HX_MARK_VALUE_END,
     N_MARKER
-} marker;
+};
+typedef int marker;
 
 struct hx_reply_format {
     const char *name;
@@ -76,19 +78,12 @@ const hx_reply_format *hx_reply_find(const char *name)
     return NULL;
 }
 
-/* ---- parser ---------------------------------------------------------- */
+const char *hx_reply_marker(const hx_reply_format *f, hx_reply_mark m)
+{
+    return f->text[m];
+}
 
-/* Types of a parameter, after JSON Schema. ANY: a schema that names none. */
-enum {
-    T_NULL = 1,
-    T_BOOLEAN = 2,
-    T_INTEGER = 4,
-    T_NUMBER = 8,
-    T_STRING = 16,
-    T_ARRAY = 32,
-    T_OBJECT = 64,
-    T_ANY = 128
-};
+/* ---- parser ---------------------------------------------------------- */
 
 struct hx_reply {
     const hx_reply_format *format;
@@ -216,15 +211,16 @@ static unsigned type_bit(hx_str name)
         const char *name;
         unsigned bit;
     } types[] = {
-        { "null", T_NULL },     { "boolean", T_BOOLEAN }, { "integer", T_INTEGER },
-        { "number", T_NUMBER }, { "string", T_STRING },   { "array", T_ARRAY },
-        { "object", T_OBJECT },
+        { "null", HX_TYPE_NULL },       { "boolean", HX_TYPE_BOOLEAN },
+        { "integer", HX_TYPE_INTEGER }, { "number", HX_TYPE_NUMBER },
+        { "string", HX_TYPE_STRING },   { "array", HX_TYPE_ARRAY },
+        { "object", HX_TYPE_OBJECT },
     };
 
     for (size_t i = 0; i < HX_LEN(types); i++)
         if (hx_str_is(name, types[i].name))
             return types[i].bit;
-    return T_ANY;
+    return HX_TYPE_ANY;
 }
 
 /* Follows "#/$defs/Name"; NULL where it leads nowhere. */
@@ -258,7 +254,7 @@ static unsigned schema_types(const hx_json *root, const hx_json *s, int *left)
     unsigned found = 0;
 
     if ((*left)-- <= 0)
-        return T_ANY;
+        return HX_TYPE_ANY;
     if (hx_json_kind(ref) == HX_JSON_STRING)
         return schema_types(root, follow_ref(root, hx_json_str(ref)), left);
     if (hx_json_kind(type) == HX_JSON_STRING)
@@ -274,17 +270,17 @@ static unsigned schema_types(const hx_json *root, const hx_json *s, int *left)
         for (size_t i = 0; i < hx_json_len(of) && *left > 0; i++)
             found |= schema_types(root, hx_json_at(of, i), left);
     }
-    return found != 0 ? found : T_ANY;
+    return found != 0 ? found : HX_TYPE_ANY;
 }
 
-static unsigned param_types(const hx_json *schema, const hx_sb *key)
+unsigned hx_reply_types(const hx_json *parameters, const char *key)
 {
-    const hx_json *props = hx_json_get(schema, "properties");
+    const hx_json *props = hx_json_get(parameters, "properties");
     int left = SCHEMA_MAX;
 
-    if (key->n == 0 || !hx_json_has(props, key->p))
-        return T_ANY;
-    return schema_types(schema, hx_json_get(props, key->p), &left);
+    if (!hx_json_has(props, key))
+        return HX_TYPE_ANY;
+    return schema_types(parameters, hx_json_get(props, key), &left);
 }
 
 /* Entries are {"type": "function", "function": {…}} or the function itself. */
@@ -304,20 +300,20 @@ static const hx_json *tool_schema(const hx_json *tools, hx_str name)
 static bool type_allowed(unsigned types, const hx_json *j)
 {
     static const unsigned bit[] = {
-        [HX_JSON_NULL] = T_NULL,
-        [HX_JSON_BOOL] = T_BOOLEAN,
-        [HX_JSON_INT] = T_INTEGER | T_NUMBER,
-        [HX_JSON_DOUBLE] = T_NUMBER,
-        [HX_JSON_STRING] = T_STRING,
-        [HX_JSON_ARRAY] = T_ARRAY,
-        [HX_JSON_OBJECT] = T_OBJECT,
+        [HX_JSON_NULL] = HX_TYPE_NULL,
+        [HX_JSON_BOOL] = HX_TYPE_BOOLEAN,
+        [HX_JSON_INT] = HX_TYPE_INTEGER | HX_TYPE_NUMBER,
+        [HX_JSON_DOUBLE] = HX_TYPE_NUMBER,
+        [HX_JSON_STRING] = HX_TYPE_STRING,
+        [HX_JSON_ARRAY] = HX_TYPE_ARRAY,
+        [HX_JSON_OBJECT] = HX_TYPE_OBJECT,
     };
     unsigned is = bit[hx_json_kind(j)];
     const double v = hx_json_num(j, 0.5);
 
     if (hx_json_kind(j) == HX_JSON_DOUBLE && floor(v) == v)
-        is |= T_INTEGER;
-    return (types & (is | T_ANY)) != 0;
+        is |= HX_TYPE_INTEGER;
+    return (types & (is | HX_TYPE_ANY)) != 0;
 }
 
 /* False: not JSON (NaN, Infinity and numbers past a double are none). The tree of null
@@ -615,9 +611,9 @@ static void put_value(hx_reply *r)
     const bool is_json = parse_json(r, s, &j);
 
     put_key(r);
-    if (is_json && ((r->types & T_STRING) == 0 || type_allowed(r->types, j)))
+    if (is_json && ((r->types & HX_TYPE_STRING) == 0 || type_allowed(r->types, j)))
         put(r, HX_REPLY_ARGS, s.p, s.n);
-    else if ((r->types & T_STRING) == 0 && parse_python(r, s))
+    else if ((r->types & HX_TYPE_STRING) == 0 && parse_python(r, s))
         put(r, HX_REPLY_ARGS, r->tmp.p, r->tmp.n);
     else
         put_string(r, (hx_str) { r->word.p, r->word.n }, false);
@@ -688,12 +684,12 @@ static void on_key(hx_reply *r)
     r->key.n = 0;
     keep(r, &r->key, key.p, key.n);
     r->has_key = r->in_call && (key.n == 0 || memchr(key.p, '\0', key.n) == NULL);
-    r->types = param_types(r->schema, &r->key);
+    r->types = r->key.n > 0 ? hx_reply_types(r->schema, r->key.p) : HX_TYPE_ANY;
 }
 
 static void on_value(hx_reply *r)
 {
-    if (r->has_key && r->types == T_STRING) {
+    if (r->has_key && r->types == HX_TYPE_STRING) {
         begin_string(r);
         put_args(r, "\"");
         r->in_string = false;
@@ -788,7 +784,7 @@ static void text_value(hx_reply *r, const char *p, size_t n)
 {
     if (!r->has_key)
         return;
-    if (r->types != T_STRING) {
+    if (r->types != HX_TYPE_STRING) {
         keep(r, &r->word, p, n);
         return;
     }

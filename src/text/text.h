@@ -85,6 +85,36 @@ int hx_jinja_run(const hx_jinja *t, const hx_json *vars, const hx_jinja_opt *opt
 typedef struct hx_reply_format hx_reply_format;
 const hx_reply_format *hx_reply_find(const char *name); /* NULL: no such format */
 
+typedef enum {
+    HX_MARK_THINK,
+    HX_MARK_THINK_END,
+    HX_MARK_CALL,
+    HX_MARK_CALL_END,
+    HX_MARK_KEY,
+    HX_MARK_KEY_END,
+    HX_MARK_VALUE,
+    HX_MARK_VALUE_END
+} hx_reply_mark;
+/* How the format spells a marker; NULL where it has none. Calls without HX_MARK_KEY are a
+ * JSON object with "name" and "arguments". */
+const char *hx_reply_marker(const hx_reply_format *f, hx_reply_mark m);
+
+/* Types of an argument, after JSON Schema. ANY: its schema names none. */
+enum {
+    HX_TYPE_NULL = 1,
+    HX_TYPE_BOOLEAN = 2,
+    HX_TYPE_INTEGER = 4,
+    HX_TYPE_NUMBER = 8,
+    HX_TYPE_STRING = 16,
+    HX_TYPE_ARRAY = 32,
+    HX_TYPE_OBJECT = 64,
+    HX_TYPE_ANY = 128
+};
+/* As what the parser reads the argument key of a tool with these "parameters": STRING
+ * alone is the text as it stands; else JSON, where that is of one of the types, and text
+ * where STRING or ANY is among them. */
+unsigned hx_reply_types(const hx_json *parameters, const char *key);
+
 typedef struct {
     const hx_reply_format *format;
     int32_t (*find)(void *ud, hx_str text); /* id of an added token or -1; text matching
