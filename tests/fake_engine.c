@@ -48,6 +48,7 @@ struct hx_stream {
     int64_t delay_us, prefill_us, due_us;
     bool running, cancelled, ended, failed;
     hx_stop stop_why;
+    int32_t stop_at; /* TEXT: which */
     hx_times times;
     void (*ready)(void *);
     void *ready_ud;
@@ -246,8 +247,10 @@ static void fake_cut_at_stop(hx_stream *s, hx_sb *text)
         const char *at =
             text->n > 0 ? memmem(text->p, text->n, s->stop[i].p, s->stop[i].n) : NULL;
 
-        if (at != NULL && (size_t)(at - text->p) < cut)
+        if (at != NULL && (size_t)(at - text->p) < cut) {
             cut = (size_t)(at - text->p);
+            s->stop_at = i;
+        }
     }
     if (cut == SIZE_MAX)
         return;
@@ -488,6 +491,7 @@ int hx_next(hx_stream *s, hx_event *ev, int timeout_ms)
     } else if (s->ended) {
         ev->kind = s->failed ? HX_EV_ERROR : HX_EV_DONE;
         ev->stop = s->stop_why;
+        ev->stop_index = ev->stop == HX_STOP_TEXT ? s->stop_at : -1;
         if (s->failed)
             hx_fail(&ev->err, HX_EDEVICE, "device: broke as the script says");
     } else {

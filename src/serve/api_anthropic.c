@@ -494,32 +494,38 @@ static bool has_tool(const hx_json *tools, hx_str name)
 static int take_choice(reader *d, const hx_json *tools)
 {
     static const struct {
-        const char *name;
-        hx_tool_choice choice;
-    } choices[] = { { "auto", HX_TOOLS_AUTO },
-                    { "none", HX_TOOLS_NONE },
-                    { "any", HX_TOOLS_REQUIRED },
-                    { "tool", HX_TOOLS_NAMED } };
+        const char *from, *to; /* to NULL: one tool */
+    } choices[] = {
+        { "auto", "auto" }, { "none", "none" }, { "any", "required" }, { "tool", NULL }
+    };
     const hx_json *choice = hx_params_get(d->c->body, "tool_choice");
-    hx_generate *g = &d->m->req;
+    const hx_str name = hx_json_str(hx_params_get(choice, "name"));
+    hx_sb *b = &d->turns.b;
+    bool alone = false;
     size_t i = 0;
 
     if (choice == NULL)
         return 0;
-    while (i < HX_LEN(choices) && !hx_str_is(type_of(choice), choices[i].name))
+    while (i < HX_LEN(choices) && !hx_str_is(type_of(choice), choices[i].from))
         i++;
     if (i == HX_LEN(choices))
         return hx_server_problem(d->c, 400, "tool_choice", "invalid_value",
                                  "tool_choice.type: expected auto, any, tool or none");
-    g->tool_choice = choices[i].choice;
-    if (g->tool_choice == HX_TOOLS_NONE)
-        hx_sb_str(&d->turns.b, ",\"tool_choice\":\"none\"");
-    g->tool_name = hx_json_str(hx_json_get(choice, "name"));
-    if (g->tool_choice == HX_TOOLS_NAMED && !has_tool(tools, g->tool_name))
+    if (choices[i].to == NULL && !has_tool(tools, name))
         return hx_server_problem(
             d->c, 400, "tool_choice", "invalid_value",
             "tool_choice.name: expected the name of one of the tools");
-    return hx_params_bool(d->c, choice, "disable_parallel_tool_use", &g->one_call);
+    if (choices[i].to != NULL) {
+        hx_sb_printf(b, ",\"tool_choice\":\"%s\"", choices[i].to);
+    } else {
+        hx_sb_str(b, ",\"tool_choice\":{\"type\":\"function\",\"function\":{\"name\":");
+        hx_json_put_str(b, name);
+        hx_sb_str(b, "}}");
+    }
+    if (hx_params_bool(d->c, choice, "disable_parallel_tool_use", &alone) != 0)
+        return HX_EARG;
+    hx_sb_str(b, alone ? ",\"parallel_tool_calls\":false" : "");
+    return 0;
 }
 
 /* As in Anthropic's API, there is no thinking unless it is asked for. */
@@ -530,13 +536,12 @@ static int take_thinking_switch(reader *d)
     int64_t budget = 0, max = INT64_MAX;
     int rc;
 
-    if (thinking == NULL || hx_str_is(type, "disabled")) {
+    if (thinking == NULL) {
         hx_sb_str(&d->turns.b, ",\"thinking\":{\"type\":\"disabled\"}");
         return 0;
     }
-    if (hx_str_is(type, "adaptive"))
-        return 0;
-    if (!hx_str_is(type, "enabled"))
+    if (!hx_str_is(type, "enabled") && !hx_str_is(type, "adaptive") &&
+        !hx_str_is(type, "disabled"))
         return hx_server_problem(d->c, 400, "thinking", "invalid_value",
                                  "thinking.type: expected enabled, adaptive or disabled");
     if ((rc = hx_params_int(d->c, thinking, "budget_tokens", 1, INT32_MAX, &budget)) !=
@@ -548,7 +553,7 @@ static int take_thinking_switch(reader *d)
             d->c, 400, "thinking", "invalid_value",
             "max_tokens: %lld, expected more than thinking.budget_tokens, %lld",
             (long long)max, (long long)budget);
-    d->m->req.think_budget = budget;
+    hx_turns_put(&d->turns, "thinking", thinking);
     return 0;
 }
 
@@ -596,18 +601,11 @@ static int read_conversation(reader *d)
 static int read_request(message *m)
 {
     reader d = { .m = m, .c = m->c };
-    hx_generate asked;
     int rc;
 
     hx_turns_open(&d.turns, m->c);
-    if ((rc = read_conversation(&d)) == 0) {
-        asked = m->req;
+    if ((rc = read_conversation(&d)) == 0)
         rc = hx_turns_use(&d.turns, &m->req, names);
-        m->req.tool_choice = asked.tool_choice;
-        m->req.tool_name = asked.tool_name;
-        m->req.one_call = asked.one_call;
-        m->req.think_budget = asked.think_budget;
-    }
     hx_turns_free(&d.turns);
     if (rc == 0 && m->req.sampling.max_new == 0 &&
         hx_params_get(m->c->body, "max_tokens") != NULL)

@@ -59,8 +59,6 @@ typedef struct {
     size_t n_input;
     hx_str *custom; /* [n_custom] */
     size_t n_custom;
-    hx_tool_choice choice;
-    hx_str tool_name;
     char at[64]; /* the item in hand: "input[3]" */
 } reader;
 
@@ -452,17 +450,6 @@ static int take_input(reader *d)
 
 /* ---- tools -------------------------------------------------------------------- */
 
-/* Whether a list of allowed tools names it. */
-static bool is_allowed(const hx_json *allowed, hx_str name)
-{
-    if (allowed == NULL)
-        return true;
-    for (size_t i = 0; i < hx_json_len(allowed); i++)
-        if (hx_str_eq(hx_json_str(hx_json_get(hx_json_at(allowed, i), "name")), name))
-            return true;
-    return false;
-}
-
 static void put_custom_parameters(hx_sb *b, const hx_json *tool)
 {
     const hx_json *grammar = hx_params_get(hx_params_get(tool, "format"), "definition");
@@ -498,7 +485,7 @@ static void put_tool(reader *d, const hx_json *tool, bool custom)
     hx_sb_str(b, "}}");
 }
 
-static int put_tools(reader *d, const hx_json *tools, const hx_json *allowed)
+static int put_tools(reader *d, const hx_json *tools)
 {
     size_t n = 0;
 
@@ -525,8 +512,6 @@ static int put_tools(reader *d, const hx_json *tools, const hx_json *allowed)
             continue;
         if (name.n == 0)
             return bad(d, ".name", "expected a string that is not empty");
-        if (!is_allowed(allowed, name))
-            continue;
         if (custom)
             d->custom[d->n_custom++] =
                 (hx_str) { hx_arena_dup(&d->c->arena, name.p, name.n), name.n };
@@ -538,53 +523,65 @@ static int put_tools(reader *d, const hx_json *tools, const hx_json *allowed)
     return 0;
 }
 
-static int name_tool(reader *d, const hx_json *name)
+static bool has_tool(const hx_json *tools, hx_str name)
 {
-    const hx_str s = hx_json_str(name);
-    const hx_json *tools = hx_params_get(d->c->body, "tools");
-
-    if (s.n == 0 || tools == NULL || !is_allowed(tools, s))
-        return hx_server_problem(
-            d->c, 400, "tool_choice", "invalid_value",
-            "tool_choice.name: expected the name of one of the tools");
-    d->choice = HX_TOOLS_NAMED;
-    d->tool_name = (hx_str) { hx_arena_dup(&d->c->arena, s.p, s.n), s.n };
-    return d->tool_name.p != NULL ? 0 : no_memory(d->c);
+    for (size_t i = 0; i < hx_json_len(tools); i++)
+        if (hx_str_eq(hx_json_str(hx_json_get(hx_json_at(tools, i), "name")), name))
+            return true;
+    return false;
 }
 
-/* "auto", "none", "required", a named tool, or a list of allowed ones, which is how the
- * others stay out of the prompt. */
-static int take_tools(reader *d)
+/* To the model a custom tool is a function, too. */
+static void put_named(hx_sb *b, hx_str name)
 {
-    static const struct {
-        const char *name;
-        hx_tool_choice choice;
-    } choices[] = { { "auto", HX_TOOLS_AUTO },
-                    { "none", HX_TOOLS_NONE },
-                    { "required", HX_TOOLS_REQUIRED } };
+    hx_sb_str(b, "{\"type\":\"function\",\"function\":{\"name\":");
+    hx_json_put_str(b, name);
+    hx_sb_str(b, "}}");
+}
+
+static int put_allowed(reader *d, const hx_json *choice)
+{
+    const hx_json *allowed = hx_params_get(choice, "tools");
+    const hx_json *mode = hx_params_get(choice, "mode");
+    hx_sb *b = &d->turns.b;
+
+    if (!is_kind(allowed, HX_JSON_ARRAY) || !is_kind(mode, HX_JSON_STRING))
+        return hx_server_problem(d->c, 400, "tool_choice", "invalid_value",
+                                 "tool_choice: allowed_tools needs a mode and a list of "
+                                 "tools");
+    hx_sb_str(b, ",\"tool_choice\":{\"type\":\"allowed_tools\",\"allowed_tools\":{"
+                 "\"mode\":");
+    hx_json_write(b, mode);
+    hx_sb_str(b, ",\"tools\":[");
+    for (size_t i = 0; i < hx_json_len(allowed); i++) {
+        if (i > 0)
+            hx_sb_char(b, ',');
+        put_named(b, hx_json_str(hx_json_get(hx_json_at(allowed, i), "name")));
+    }
+    hx_sb_str(b, "]}}");
+    return 0;
+}
+
+/* Words are the same in both APIs. */
+static int take_choice(reader *d, const hx_json *tools)
+{
     const hx_json *choice = hx_params_get(d->c->body, "tool_choice");
     const hx_str type = hx_json_str(hx_params_get(choice, "type"));
-    const bool some = hx_str_is(type, "allowed_tools");
-    const hx_json *allowed = some ? hx_params_get(choice, "tools") : NULL;
-    int rc = put_tools(d, hx_params_get(d->c->body, "tools"), allowed);
+    const hx_str name = hx_json_str(hx_params_get(choice, "name"));
 
-    if (rc != 0 || choice == NULL)
-        return rc;
-    if (some && !is_kind(allowed, HX_JSON_ARRAY))
-        return hx_server_problem(d->c, 400, "tool_choice.tools", "invalid_type",
-                                 "tool_choice.tools: expected a list");
-    if (some)
-        choice = hx_params_get(choice, "mode");
-    if (hx_str_is(type, "function") || hx_str_is(type, "custom"))
-        return name_tool(d, hx_params_get(choice, "name"));
-    for (size_t i = 0; i < HX_LEN(choices); i++)
-        if (hx_str_is(hx_json_str(choice), choices[i].name)) {
-            d->choice = choices[i].choice;
-            return 0;
-        }
-    return hx_server_problem(d->c, 400, "tool_choice", "invalid_value",
-                             "tool_choice: expected \"auto\", \"none\", \"required\", "
-                             "{\"type\":\"function\",\"name\":…} or allowed_tools");
+    if (hx_str_is(type, "allowed_tools"))
+        return put_allowed(d, choice);
+    if (!is_kind(choice, HX_JSON_OBJECT)) {
+        hx_turns_put(&d->turns, "tool_choice", choice);
+        return 0;
+    }
+    if (!has_tool(tools, name))
+        return hx_server_problem(d->c, 400, "tool_choice", "invalid_value",
+                                 "tool_choice: expected \"auto\", \"none\", \"required\" "
+                                 "or one of the tools, by type and name");
+    hx_sb_str(&d->turns.b, ",\"tool_choice\":");
+    put_named(&d->turns.b, name);
+    return 0;
 }
 
 /* ---- switches --------------------------------------------------------------- */
@@ -761,17 +758,17 @@ static int write_echo(hx_responder *r)
 static int read_conversation(reader *d)
 {
     hx_call *c = d->c;
+    const hx_json *tools = hx_params_get(c->body, "tools");
     int rc;
 
     if ((rc = refuse(c)) != 0 || (rc = take_input(d)) != 0)
         return rc;
     hx_turns_end(&d->turns);
-    if ((rc = take_tools(d)) != 0 || (rc = take_reasoning_switches(d)) != 0 ||
-        (rc = take_format(d)) != 0 || (rc = take_include(d)) != 0)
+    if ((rc = put_tools(d, tools)) != 0 || (rc = take_choice(d, tools)) != 0 ||
+        (rc = take_reasoning_switches(d)) != 0 || (rc = take_format(d)) != 0 ||
+        (rc = take_include(d)) != 0)
         return rc;
     hx_turns_put(&d->turns, "max_tokens", hx_params_get(c->body, "max_output_tokens"));
-    if (d->choice == HX_TOOLS_NONE)
-        hx_sb_str(&d->turns.b, ",\"tool_choice\":\"none\"");
     hx_turns_rest(&d->turns, own);
     return hx_turns_use(&d->turns, &d->r->req, names);
 }
@@ -781,7 +778,6 @@ static int read_request(reader *d)
     hx_call *c = d->c;
     hx_request *q = &d->r->req.sampling;
     int64_t n_top = 0;
-    bool parallel = true;
     int rc;
 
     hx_turns_open(&d->turns, c);
@@ -790,12 +786,8 @@ static int read_request(reader *d)
     if (rc != 0)
         return rc;
     if ((rc = hx_params_bool(c, c->body, "store", &d->r->store)) != 0 ||
-        (rc = hx_params_bool(c, c->body, "parallel_tool_calls", &parallel)) != 0 ||
         (rc = hx_params_int(c, c->body, "top_logprobs", 0, 20, &n_top)) != 0)
         return rc;
-    d->r->req.tool_choice = d->choice;
-    d->r->req.tool_name = d->tool_name;
-    d->r->req.one_call = !parallel;
     q->n_top = (int32_t)n_top;
     d->r->custom = d->custom;
     d->r->n_custom = d->n_custom;

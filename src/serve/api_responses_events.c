@@ -395,8 +395,6 @@ static void on_event(void *ud, const hx_gen_event *ev, hx_sb *out)
     case HX_GEN_REPLY:
         hx_blocks_take(&r->blocks, ev->reply, &sink);
         break;
-    case HX_GEN_TEXT:
-        break;
     case HX_GEN_END:
         r->stop = ev->stop;
         r->ended = true;
@@ -409,6 +407,8 @@ static void on_event(void *ud, const hx_gen_event *ev, hx_sb *out)
                               ? "response.incomplete"
                               : "response.completed",
                           NULL);
+        break;
+    default: /* raw answers' */
         break;
     }
     out->bad = out->bad || r->blocks.bad || r->logprobs.bad;

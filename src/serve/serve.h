@@ -210,15 +210,6 @@ typedef struct {
     int64_t n;
 } hx_prompt;
 
-/* Whether an answer calls tools: as the model likes, at least one, or the one called
- * tool_name. Zero is AUTO, so that a dialect which says nothing gets the usual. */
-typedef enum {
-    HX_TOOLS_AUTO,
-    HX_TOOLS_NONE,
-    HX_TOOLS_REQUIRED,
-    HX_TOOLS_NAMED
-} hx_tool_choice;
-
 /* A neutral request: every dialect is parsed to it. Arrays live in the call's arena. */
 typedef struct {
     hx_request sampling;       /* tokens and n_tokens are set by generate.c */
@@ -226,15 +217,10 @@ typedef struct {
     bool chat;                 /* vars through the template, else raw prompts */
     hx_str vars;               /* chat: JSON object for hx_render() */
     const hx_json *tools;      /* chat: tools in force, or NULL */
-    hx_tool_choice tool_choice;
-    hx_str tool_name;        /* NAMED: which */
-    bool one_call;           /* parallel_tool_calls: false */
-    bool no_thinking;        /* chat: an opened <think> is closed at once */
-    int64_t think_budget;    /* chat: tokens of reasoning at most; 0 and -1: no bound
-                                * (who wants no token of it sets no_thinking) */
-    const hx_prompt *prompt; /* [n_prompt] raw prompts; chat: the rendered one, later */
-    int32_t n_prompt, n;     /* prompts, answers of each */
-    bool keep_special;       /* special tokens are shown */
+    bool no_thinking;          /* chat: an opened <think> is closed at once */
+    const hx_prompt *prompt;   /* [n_prompt] raw prompts; chat: the rendered one, later */
+    int32_t n_prompt, n;       /* prompts, answers of each */
+    bool keep_special;         /* special tokens are shown */
     bool stream, usage, echo;
     hx_str model; /* as the client called it */
 } hx_generate;
