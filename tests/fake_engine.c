@@ -8,7 +8,7 @@
  *   [[{score=100}a]]               scoring it takes 100 ms
  *
  * The last [[…]] of the prompt counts; without one the answer is "ok". $seed and $params
- * as a token show what was submitted. Ids: 0..255 bytes, then the markers, then pieces as
+ * as a token show what was submitted, $prompt the prompt's text. Ids: 0..255 bytes, then the markers, then pieces as
  * they come. One thread serves all streams in turn, as the real engine's does, in steps:
  * streams of one pace have their tokens together; and it pauses who does not take them.
  */
@@ -299,6 +299,8 @@ static void fake_script(hx_stream *s, hx_str prompt, int64_t room)
                 unsigned v = 0;
                 sscanf(rest.p + 2, "%2x", &v);
                 fake_add(s, &text, (hx_str) { &s->e->bytes[v & 255], 1 });
+            } else if (n == 7 && memcmp(rest.p, "$prompt", 7) == 0) {
+                fake_add(s, &text, prompt);
             } else if (n > 1 || (bar != rest.p && n > 0)) {
                 fake_add(s, &text, (hx_str) { rest.p, n });
             }
