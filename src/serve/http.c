@@ -69,14 +69,14 @@ typedef struct conn {
     _Atomic bool gone;
 
     /* h->lock guards the rest. */
-    hx_sb out;     /* said, not yet in wire */
-    size_t behind; /* bytes said and not yet taken by the client */
-    bool begun;    /* an event stream */
+    hx_sb out;        /* said, not yet in wire */
+    size_t behind;    /* bytes said and not yet taken by the client */
+    bool begun;       /* an event stream */
     hx_str keepalive; /* borrowed until the end of the exchange */
-    bool ended;    /* the exchange is ours again */
-    bool broken;   /* no memory for out */
-    bool full;     /* hx_http_send() said so: news when it is over */
-    bool ready;    /* in h->ready */
+    bool ended;       /* the exchange is ours again */
+    bool broken;      /* no memory for out */
+    bool full;        /* hx_http_send() said so: news when it is over */
+    bool ready;       /* in h->ready */
     struct conn *next_ready;
     void (*news_fn)(void *ud);
     void *news_ud;
