@@ -57,9 +57,8 @@ typedef struct {
     hx_turns turns;
     hx_item *input; /* [n_input] as they will be kept */
     size_t n_input;
-    hx_str *custom; /* [n_custom] */
-    size_t n_custom;
-    char at[64]; /* the item in hand: "input[3]" */
+    size_t n_tool; /* written */
+    char at[96];   /* the item in hand: "input[3]" */
 } reader;
 
 static bool is_kind(const hx_json *j, hx_json_type k)
@@ -146,39 +145,61 @@ static int take_message(reader *d, const hx_json *item)
     return rc;
 }
 
+/* Two names as the model knows them: as one. */
+static hx_str join_names(hx_call *c, hx_str space, hx_str name)
+{
+    hx_sb b = { 0 };
+    hx_str all;
+
+    if (space.n == 0)
+        return name;
+    hx_sb_add(&b, space.p, space.n);
+    hx_sb_str(&b, "__");
+    hx_sb_add(&b, name.p, name.n);
+    all = (hx_str) { b.bad ? NULL : hx_arena_dup(&c->arena, b.p, b.n), b.n };
+    hx_sb_free(&b);
+    return all;
+}
+
+static hx_str called_name(const reader *d, const hx_json *item)
+{
+    return join_names(d->c, hx_json_str(hx_json_get(item, "namespace")),
+                      hx_json_str(hx_json_get(item, "name")));
+}
+
 static int take_call(reader *d, const hx_json *item)
 {
-    const hx_json *name = hx_json_get(item, "name");
+    const hx_str name = called_name(d, item);
     const hx_str args = hx_json_str(hx_json_get(item, "arguments"));
     hx_json *parsed = NULL;
     bool ok;
 
-    if (!is_kind(name, HX_JSON_STRING))
+    if (name.p == NULL)
         return bad(d, ".name", "expected a string");
     ok = args.n == 0 ||
          (hx_json_parse(&parsed, args, 0, NULL) == 0 && is_kind(parsed, HX_JSON_OBJECT));
     hx_json_free(parsed);
     if (!ok || (args.p == NULL && hx_params_get(item, "arguments") != NULL))
         return bad(d, ".arguments", "expected a string that holds a JSON object");
-    hx_turns_call(&d->turns, hx_json_str(hx_json_get(item, "call_id")), hx_json_str(name),
-                  args);
+    hx_turns_call(&d->turns, hx_json_str(hx_json_get(item, "call_id")), name, args);
     return 0;
 }
 
 /* A custom tool takes plain text; to the model it is a function of one string. */
 static int take_custom_call(reader *d, const hx_json *item)
 {
-    const hx_json *name = hx_json_get(item, "name"), *input = hx_json_get(item, "input");
+    const hx_json *input = hx_json_get(item, "input");
+    const hx_str name = called_name(d, item);
     hx_sb args = { 0 };
 
-    if (!is_kind(name, HX_JSON_STRING))
+    if (name.p == NULL)
         return bad(d, ".name", "expected a string");
     if (!is_kind(input, HX_JSON_STRING))
         return bad(d, ".input", "expected a string");
     hx_sb_str(&args, "{\"input\":");
     hx_json_put_str(&args, hx_json_str(input));
     hx_sb_char(&args, '}');
-    hx_turns_call(&d->turns, hx_json_str(hx_json_get(item, "call_id")), hx_json_str(name),
+    hx_turns_call(&d->turns, hx_json_str(hx_json_get(item, "call_id")), name,
                   (hx_str) { args.p, args.n });
     d->turns.b.bad = d->turns.b.bad || args.bad;
     hx_sb_free(&args);
@@ -463,64 +484,97 @@ static void put_custom_parameters(hx_sb *b, const hx_json *tool)
     hx_sb_str(b, "}},\"required\":[\"input\"]}");
 }
 
-static void put_tool(reader *d, const hx_json *tool, bool custom)
+static void put_tool(reader *d, const hx_json *tool, hx_str shown, bool custom)
 {
-    static const char *const members[] = { "name", "description", "parameters", "strict",
+    static const char *const members[] = { "description", "parameters", "strict",
                                            "defer_loading" };
     hx_sb *b = &d->turns.b;
-    bool first = true;
 
-    hx_sb_str(b, "{\"type\":\"function\",\"function\":{");
+    hx_sb_str(b, d->n_tool++ > 0 ? "," : ",\"tools\":[");
+    hx_sb_str(b, "{\"type\":\"function\",\"function\":{\"name\":");
+    hx_json_put_str(b, shown);
     for (size_t i = 0; i < HX_LEN(members); i++) {
         const hx_json *v = hx_params_get(tool, members[i]);
 
         if (v == NULL || (custom && strcmp(members[i], "parameters") == 0))
             continue;
-        hx_sb_printf(b, first ? "\"%s\":" : ",\"%s\":", members[i]);
+        hx_sb_printf(b, ",\"%s\":", members[i]);
         hx_json_write(b, v);
-        first = false;
     }
     if (custom)
         put_custom_parameters(b, tool);
     hx_sb_str(b, "}}");
 }
 
-static int put_tools(reader *d, const hx_json *tools)
+/* Remembers how the client knows a tool that the model knows as shown. */
+static int note_tool(reader *d, const hx_responses_tool *t)
 {
-    size_t n = 0;
+    hx_responder *r = d->r;
+    hx_arena *a = &d->c->arena;
 
-    if (tools == NULL)
+    if (r->n_tool % 16 == 0) {
+        hx_responses_tool *grown = hx_arena_alloc(a, (r->n_tool + 16) * sizeof *grown);
+
+        if (grown == NULL)
+            return no_memory(d->c);
+        if (r->n_tool > 0)
+            memcpy(grown, r->tool, r->n_tool * sizeof *grown);
+        r->tool = grown;
+    }
+    r->tool[r->n_tool++] = (hx_responses_tool) {
+        .shown = { hx_arena_dup(a, t->shown.p, t->shown.n), t->shown.n },
+        .name = { hx_arena_dup(a, t->name.p, t->name.n), t->name.n },
+        .space = { t->space.p != NULL ? hx_arena_dup(a, t->space.p, t->space.n) : NULL,
+                   t->space.n },
+        .custom = t->custom,
+    };
+    return 0;
+}
+
+/* A function or a custom tool, perhaps in a namespace; others run elsewhere. */
+static int take_tool(reader *d, const hx_json *tool, hx_str space)
+{
+    const hx_str type = hx_json_str(hx_json_get(tool, "type"));
+    hx_responses_tool t = { .name = hx_json_str(hx_json_get(tool, "name")),
+                            .space = space,
+                            .custom = hx_str_is(type, "custom") };
+
+    if (!is_kind(tool, HX_JSON_OBJECT))
+        return bad(d, "", "expected an object");
+    if (!t.custom && !hx_str_is(type, "function"))
         return 0;
-    if (!is_kind(tools, HX_JSON_ARRAY))
+    if (t.name.n == 0)
+        return bad(d, ".name", "expected a string that is not empty");
+    t.shown = join_names(d->c, space, t.name);
+    if (t.shown.p == NULL)
+        return no_memory(d->c);
+    put_tool(d, tool, t.shown, t.custom);
+    return t.custom || space.n > 0 ? note_tool(d, &t) : 0;
+}
+
+static int take_tools(reader *d, const hx_json *tools)
+{
+    int rc = 0;
+
+    if (tools != NULL && !is_kind(tools, HX_JSON_ARRAY))
         return hx_server_problem(d->c, 400, "tools", "invalid_type",
                                  "tools: found %s, expected a list",
                                  hx_json_kind_name(tools));
-    d->custom =
-        hx_arena_alloc(&d->c->arena, (hx_json_len(tools) + 1) * sizeof *d->custom);
-    if (d->custom == NULL)
-        return no_memory(d->c);
-    for (size_t i = 0; i < hx_json_len(tools); i++) {
-        const hx_json *t = hx_json_at(tools, i);
-        const hx_str type = hx_json_str(hx_json_get(t, "type"));
-        const hx_str name = hx_json_str(hx_json_get(t, "name"));
-        const bool custom = hx_str_is(type, "custom");
+    for (size_t i = 0; rc == 0 && i < hx_json_len(tools); i++) {
+        const hx_json *t = hx_json_at(tools, i), *inner = hx_json_get(t, "tools");
+        const bool space = hx_str_is(hx_json_str(hx_json_get(t, "type")), "namespace");
 
         snprintf(d->at, sizeof d->at, "tools[%zu]", i);
-        if (!is_kind(t, HX_JSON_OBJECT))
-            return bad(d, "", "expected an object");
-        if (!custom && !hx_str_is(type, "function"))
-            continue;
-        if (name.n == 0)
-            return bad(d, ".name", "expected a string that is not empty");
-        if (custom)
-            d->custom[d->n_custom++] =
-                (hx_str) { hx_arena_dup(&d->c->arena, name.p, name.n), name.n };
-        hx_sb_str(&d->turns.b, n++ > 0 ? "," : ",\"tools\":[");
-        put_tool(d, t, custom);
+        if (!space)
+            rc = take_tool(d, t, (hx_str) { NULL, 0 });
+        for (size_t j = 0; space && rc == 0 && j < hx_json_len(inner); j++) {
+            snprintf(d->at, sizeof d->at, "tools[%zu].tools[%zu]", i, j);
+            rc = take_tool(d, hx_json_at(inner, j), hx_json_str(hx_json_get(t, "name")));
+        }
     }
-    if (n > 0)
+    if (d->n_tool > 0)
         hx_sb_char(&d->turns.b, ']');
-    return 0;
+    return rc;
 }
 
 static bool has_tool(const hx_json *tools, hx_str name)
@@ -764,7 +818,7 @@ static int read_conversation(reader *d)
     if ((rc = refuse(c)) != 0 || (rc = take_input(d)) != 0)
         return rc;
     hx_turns_end(&d->turns);
-    if ((rc = put_tools(d, tools)) != 0 || (rc = take_choice(d, tools)) != 0 ||
+    if ((rc = take_tools(d, tools)) != 0 || (rc = take_choice(d, tools)) != 0 ||
         (rc = take_reasoning_switches(d)) != 0 || (rc = take_format(d)) != 0 ||
         (rc = take_include(d)) != 0)
         return rc;
@@ -789,8 +843,6 @@ static int read_request(reader *d)
         (rc = hx_params_int(c, c->body, "top_logprobs", 0, 20, &n_top)) != 0)
         return rc;
     q->n_top = (int32_t)n_top;
-    d->r->custom = d->custom;
-    d->r->n_custom = d->n_custom;
     if (q->max_new == 0 && hx_params_get(c->body, "max_output_tokens") != NULL)
         return hx_server_problem(c, 400, "max_output_tokens", "invalid_value",
                                  "max_output_tokens: 0, expected at least 1");

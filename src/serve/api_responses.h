@@ -5,6 +5,12 @@
 
 #include "serve/serve.h"
 
+/* A tool that is not a plain function, though it is one to the model. */
+typedef struct {
+    hx_str shown, name, space; /* space: the namespace that name is in, or {NULL, 0} */
+    bool custom;               /* takes plain text: the one argument called input */
+} hx_responses_tool;
+
 /* One request; in the call's arena. The pump owns it once it is started. */
 typedef struct {
     hx_call *c;
@@ -12,10 +18,10 @@ typedef struct {
     hx_gen *gen;
     char id[40];
     int64_t created_s, done_s;
-    hx_str echo;          /* members of the object that repeat the request, ",…" */
-    hx_str previous;      /* id of the response it goes on from, or {NULL, 0} */
-    const hx_str *custom; /* [n_custom] names of tools that take plain text */
-    size_t n_custom;
+    hx_str echo;             /* members of the object that repeat the request, ",…" */
+    hx_str previous;         /* id of the response it goes on from, or {NULL, 0} */
+    hx_responses_tool *tool; /* [n_tool] */
+    size_t n_tool;
     bool store;     /* kept for later */
     bool summary;   /* reasoning goes out as its summary */
     bool encrypted; /* reasoning items carry their text as encrypted_content too */

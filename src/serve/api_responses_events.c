@@ -39,18 +39,49 @@ static void put_output_text(hx_sb *b, hx_str text, const hx_sb *logprobs)
     hx_sb_str(b, "]}");
 }
 
-/* The string that a custom tool's arguments hold; cut short they are as they are. */
-static void put_custom_input(hx_sb *b, hx_str args)
+static const hx_responses_tool *tool_of(const hx_block *k)
 {
-    hx_json *j = NULL;
-    const hx_json *input;
+    return k->tool;
+}
 
-    hx_json_parse(&j, args, 0, NULL);
-    input = hx_json_get(j, "input");
-    if (hx_json_kind(input) == HX_JSON_STRING)
-        args = hx_json_str(input);
-    hx_json_put_str(b, args);
-    hx_json_free(j);
+static bool is_custom(const hx_block *k)
+{
+    return k->tool != NULL && tool_of(k)->custom;
+}
+
+/* The text that a custom tool is called with, as far as its arguments are there, still
+ * escaped: it becomes a JSON string again. {NULL, 0}: they do not hold it. */
+static hx_str custom_input(const hx_block *k)
+{
+    static const char before[] = "{\"input\":\"";
+    const size_t from = sizeof before - 1, n = k->text.n;
+    const char *p = k->text.p;
+    size_t i = from;
+
+    if (n < from || memcmp(p, before, from) != 0)
+        return (hx_str) { NULL, 0 };
+    while (i < n && p[i] != '"') {
+        const size_t step = p[i] != '\\' ? 1 : i + 1 < n && p[i + 1] == 'u' ? 6 : 2;
+
+        if (i + step > n)
+            break;
+        i += step;
+    }
+    return (hx_str) { p + from, i - from };
+}
+
+/* What a custom tool's arguments do not hold is handed over as it is. */
+static void put_custom_input(hx_sb *b, const hx_block *k, size_t from)
+{
+    const hx_str input = custom_input(k);
+
+    if (input.p == NULL) {
+        hx_json_put_str(b, (hx_str) { k->text.p, k->text.n });
+        return;
+    }
+    hx_sb_char(b, '"');
+    hx_sb_add(b, input.p + from, input.n - from);
+    hx_sb_char(b, '"');
 }
 
 static void put_reasoning(hx_sb *b, const hx_responder *r, hx_str text)
@@ -77,18 +108,32 @@ static void put_reasoning(hx_sb *b, const hx_responder *r, hx_str text)
     hx_sb_free(&sealed);
 }
 
-static void put_call(hx_sb *b, const hx_block *k, hx_str args)
+static void put_name(hx_sb *b, const hx_block *k)
 {
-    hx_sb_printf(b, ",\"type\":\"%s\",\"call_id\":\"%s\",\"name\":",
-                 k->custom ? "custom_tool_call" : "function_call", k->call_id);
-    hx_json_put_str(b, (hx_str) { k->name.p, k->name.n });
-    if (k->custom) {
-        hx_sb_str(b, ",\"input\":");
-        put_custom_input(b, args);
-    } else {
-        hx_sb_str(b, ",\"arguments\":");
-        hx_json_put_str(b, args);
-    }
+    const hx_responses_tool *t = tool_of(k);
+
+    hx_sb_str(b, ",\"name\":");
+    hx_json_put_str(b, t != NULL ? t->name : (hx_str) { k->name.p, k->name.n });
+    if (t == NULL || t->space.n == 0)
+        return;
+    hx_sb_str(b, ",\"namespace\":");
+    hx_json_put_str(b, t->space);
+}
+
+static void put_call(hx_sb *b, const hx_block *k, bool whole)
+{
+    const bool custom = is_custom(k);
+
+    hx_sb_printf(b, ",\"type\":\"%s\",\"call_id\":\"%s\"",
+                 custom ? "custom_tool_call" : "function_call", k->call_id);
+    put_name(b, k);
+    hx_sb_str(b, custom ? ",\"input\":" : ",\"arguments\":");
+    if (!whole)
+        hx_sb_str(b, "\"\"");
+    else if (custom)
+        put_custom_input(b, k, 0);
+    else
+        hx_json_put_str(b, (hx_str) { k->text.p, k->text.n });
 }
 
 /* whole false: as it is when it is added, without its content. */
@@ -109,7 +154,7 @@ static void put_item(hx_sb *b, const hx_responder *r, int32_t i, bool whole)
         hx_sb_char(b, ']');
         break;
     case HX_BLOCK_CALL:
-        put_call(b, k, text);
+        put_call(b, k, whole);
         break;
     }
     hx_sb_printf(b, ",\"status\":\"%s\"}", whole ? item_status(r, i) : "in_progress");
@@ -276,12 +321,13 @@ static void on_open(void *ud, int32_t i)
     const hx_str name = { k->name.p, k->name.n };
     const hx_sb none = { 0 };
 
-    for (size_t j = 0; k->kind == HX_BLOCK_CALL && j < r->n_custom; j++)
-        k->custom = k->custom || hx_str_eq(name, r->custom[j]);
+    for (size_t j = 0; k->kind == HX_BLOCK_CALL && j < r->n_tool; j++)
+        if (hx_str_eq(name, r->tool[j].shown))
+            k->tool = &r->tool[j];
     hx_server_new_id(r->c->server,
                      k->kind == HX_BLOCK_REASONING ? "rs_"
                      : k->kind == HX_BLOCK_TEXT    ? "msg_"
-                     : k->custom                   ? "ctc_"
+                     : is_custom(k)                ? "ctc_"
                                                    : "fc_",
                      k->id);
     if (k->kind == HX_BLOCK_CALL)
@@ -296,7 +342,20 @@ static void on_open(void *ud, int32_t i)
     end_event(r);
 }
 
-/* A custom tool's input goes out when it is complete. */
+static void send_custom_input(hx_responder *r, int32_t i)
+{
+    hx_block *k = &r->blocks.block[i];
+    const size_t n = custom_input(k).n;
+
+    if (n == k->n_sent)
+        return;
+    begin_of(r, "response.custom_tool_call_input.delta", i);
+    hx_sb_str(r->out, ",\"delta\":");
+    put_custom_input(r->out, k, k->n_sent);
+    end_event(r);
+    k->n_sent = n;
+}
+
 static void on_piece(void *ud, int32_t i, hx_str text)
 {
     hx_responder *r = ud;
@@ -307,7 +366,9 @@ static void on_piece(void *ud, int32_t i, hx_str text)
             hx_sb_char(&k->logprobs, ',');
         hx_sb_add(&k->logprobs, r->logprobs.p, r->logprobs.n);
     }
-    if (r->req.stream && !k->custom) {
+    if (r->req.stream && is_custom(k)) {
+        send_custom_input(r, i);
+    } else if (r->req.stream) {
         const part_kind *p = k->kind != HX_BLOCK_CALL ? part_of(r, i) : NULL;
 
         begin_of(r, p != NULL ? p->delta : "response.function_call_arguments.delta", i);
@@ -329,22 +390,22 @@ static void on_piece(void *ud, int32_t i, hx_str text)
 static void send_call_done(hx_responder *r, int32_t i)
 {
     const hx_block *k = &r->blocks.block[i];
-    const hx_str args = { k->text.p, k->text.n };
 
-    if (k->custom) {
+    if (is_custom(k) && custom_input(k).p == NULL) {
         begin_of(r, "response.custom_tool_call_input.delta", i);
         hx_sb_str(r->out, ",\"delta\":");
-        put_custom_input(r->out, args);
+        put_custom_input(r->out, k, 0);
         end_event(r);
+    }
+    if (is_custom(k)) {
         begin_of(r, "response.custom_tool_call_input.done", i);
         hx_sb_str(r->out, ",\"input\":");
-        put_custom_input(r->out, args);
+        put_custom_input(r->out, k, 0);
     } else {
         begin_of(r, "response.function_call_arguments.done", i);
-        hx_sb_str(r->out, ",\"name\":");
-        hx_json_put_str(r->out, (hx_str) { k->name.p, k->name.n });
+        put_name(r->out, k);
         hx_sb_str(r->out, ",\"arguments\":");
-        hx_json_put_str(r->out, args);
+        hx_json_put_str(r->out, (hx_str) { k->text.p, k->text.n });
     }
     end_event(r);
 }

@@ -765,28 +765,75 @@ static void test_splits(void **state)
     stop(f);
 }
 
+/* Plain text to the client, one argument to the model; its pieces are those of the text. */
 static void test_custom_tool(void **state)
 {
+    static const struct {
+        const char *args, *input;
+    } cases[] = {
+        { "<arg_key>|input|</arg_key>|<arg_value>|*** "
+          "\"a\"|\n|\x01|+b\\\\|c|</arg_value>|",
+          "*** \"a\"\n\x01+b\\\\c" },
+        { "<arg_key>|input|</arg_key>|<arg_value>|</arg_value>|", "" },
+        { "<arg_key>|input|</arg_key>|<arg_value>|x|</arg_value>|<arg_key>|more|</"
+          "arg_key>|"
+          "<arg_value>|y|</arg_value>|",
+          "x" },
+        { "<arg_key>|other|</arg_key>|<arg_value>|x|</arg_value>|", "{\"other\":\"x\"}" },
+        { "", "{}" },
+    };
     static const char more[] =
         ",\"tools\":[{\"type\":\"custom\",\"name\":\"patch\"}],\"stream\":true";
     fixture *f = start(&quick, 4, 16, 8192);
-    response *r = respond(f,
-                          "[[</think>|<tool_call>|patch|<arg_key>|input|</arg_key>|<arg_"
-                          "value>|*** \"a\"|\n|+b|</arg_value>|</tool_call>]]",
-                          more);
-    events *e = read_events(r);
+    char script[400];
 
     (void)state;
-    assert_string_equal(e->names.p, BEGAN
-                        "output_item.added custom_tool_call_input.delta custom_tool_"
-                        "call_input.done output_item.done completed");
-    assert_str(last(e), "response.output.0.type", "custom_tool_call");
-    assert_str(last(e), "response.output.0.input", "*** \"a\"\n+b");
-    hx_sb b = { 0 };
-    add_up(e, "response.custom_tool_call_input.delta", "output_index", 0, "delta", &b);
-    assert_string_equal(TEXT(b), "*** \"a\"\n+b");
-    hx_sb_free(&b);
-    free_events(e);
+    for (size_t i = 0; i < HX_LEN(cases); i++) {
+        snprintf(script, sizeof script, "[[</think>|<tool_call>|patch|%s</tool_call>]]",
+                 cases[i].args);
+        response *r = respond(f, script, more);
+        events *e = read_events(r);
+        hx_sb b = { 0 };
+
+        assert_str(last(e), "response.output.0.type", "custom_tool_call");
+        assert_str(last(e), "response.output.0.name", "patch");
+        assert_str(last(e), "response.output.0.input", cases[i].input);
+        add_up(e, "response.custom_tool_call_input.delta", "output_index", 0, "delta",
+               &b);
+        assert_string_equal(TEXT(b), cases[i].input);
+        if (i == 0)
+            assert_true(e->n > 9); /* in more than one piece */
+        hx_sb_free(&b);
+        free_events(e);
+        done(r);
+    }
+    stop(f);
+}
+
+/* Tools of a namespace have one name to the model and two to the client. */
+static void test_namespace(void **state)
+{
+    static const char more[] =
+        ",\"tools\":[{\"type\":\"function\",\"name\":\"now\",\"parameters\":{}},{"
+        "\"type\":"
+        "\"namespace\",\"name\":\"mcp\",\"description\":\"d\",\"tools\":[{\"type\":"
+        "\"function\",\"name\":\"now\",\"parameters\":{}}]}]";
+    fixture *f = start(&quick, 4, 16, 8192);
+    response *r =
+        respond(f, "[[</think>|<tool_call>|mcp__now|</tool_call>|" NOW "]]", more);
+
+    (void)state;
+    assert_str(r->json, "output.0.type", "function_call");
+    assert_str(r->json, "output.0.name", "now");
+    assert_str(r->json, "output.0.namespace", "mcp");
+    assert_str(r->json, "output.1.name", "now");
+    assert_null(at(r->json, "output.1.namespace"));
+    done(r);
+    r = post(f, "/v1/responses",
+             IN("{\"type\":\"function_call\",\"call_id\":\"1\",\"name\":\"now\","
+                "\"namespace\":\"mcp\",\"arguments\":\"{}\"}," USER));
+    assert_str(r->json, "output.0.content.0.text",
+               "assistant:!{\"name\":\"mcp__now\",\"arguments\":{}};" U_ECHO);
     done(r);
     stop(f);
 }
@@ -1043,15 +1090,25 @@ static void test_no_leaks(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_input),           cmocka_unit_test(test_messages_in),
-        cmocka_unit_test(test_thinking_switch), cmocka_unit_test(test_sampling),
-        cmocka_unit_test(test_refused),         cmocka_unit_test(test_other_errors),
-        cmocka_unit_test(test_overflow),        cmocka_unit_test(test_response_events),
-        cmocka_unit_test(test_message_events),  cmocka_unit_test(test_splits),
-        cmocka_unit_test(test_same_as_chat),    cmocka_unit_test(test_custom_tool),
-        cmocka_unit_test(test_engine_error),    cmocka_unit_test(test_gone),
-        cmocka_unit_test(test_cancel),          cmocka_unit_test(test_previous),
-        cmocka_unit_test(test_counts),          cmocka_unit_test(test_many),
+        cmocka_unit_test(test_input),
+        cmocka_unit_test(test_messages_in),
+        cmocka_unit_test(test_thinking_switch),
+        cmocka_unit_test(test_sampling),
+        cmocka_unit_test(test_refused),
+        cmocka_unit_test(test_other_errors),
+        cmocka_unit_test(test_overflow),
+        cmocka_unit_test(test_response_events),
+        cmocka_unit_test(test_message_events),
+        cmocka_unit_test(test_splits),
+        cmocka_unit_test(test_same_as_chat),
+        cmocka_unit_test(test_custom_tool),
+        cmocka_unit_test(test_namespace),
+        cmocka_unit_test(test_engine_error),
+        cmocka_unit_test(test_gone),
+        cmocka_unit_test(test_cancel),
+        cmocka_unit_test(test_previous),
+        cmocka_unit_test(test_counts),
+        cmocka_unit_test(test_many),
         cmocka_unit_test(test_no_leaks),
     };
 

@@ -363,9 +363,10 @@ typedef enum { HX_BLOCK_REASONING, HX_BLOCK_TEXT, HX_BLOCK_CALL } hx_block_kind;
 typedef struct {
     hx_block_kind kind;
     char id[40], call_id[40]; /* the dialect's */
-    bool custom;              /* the dialect's */
     hx_sb name, text;         /* text: a call's arguments, JSON */
-    hx_sb logprobs;           /* the dialect's */
+    hx_sb logprobs;           /* the dialect's, as are */
+    const void *tool;         /* which is called, and */
+    size_t n_sent;            /* how much of text is sent */
 } hx_block;
 
 typedef struct {
