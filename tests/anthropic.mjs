@@ -282,3 +282,23 @@ await test('at once', async () => {
     for (const r of list)
         assert.equal(r.content[0].text, hello);
 });
+
+await test('tool choice', async () => {
+    for (const [choice, names] of [[{ type: 'any' }, ['get_weather', 'search']], [{ type: 'tool', name: 'search' }, ['search']],
+                                   [{ type: 'any', disable_parallel_tool_use: true }, ['get_weather', 'search']]]) {
+        const r = await create('Hello!', { tools, tool_choice: choice });
+        const calls = r.content.filter(b => b.type === 'tool_use');
+        assert.equal(r.stop_reason, 'tool_use');
+        assert.ok(calls.length > 0);
+        assert.ok(calls.every(c => names.includes(c.name)));
+        if (choice.disable_parallel_tool_use)
+            assert.equal(calls.length, 1);
+    }
+    assert.ok((await create(question, { ...high, tools, tool_choice: { type: 'none' }, max_tokens: 60 })).content.every(b => b.type !== 'tool_use'));
+});
+
+await test('thinking budget', async () => {
+    const r = await create('What is 47 + 38?', { thinking: { type: 'enabled', budget_tokens: 6 } });
+    assert.deepEqual(r.content.map(b => b.type), ['thinking', 'text']);
+    assert.ok(r.usage.output_tokens_details.thinking_tokens <= 7);
+});

@@ -410,3 +410,18 @@ await test('at once', async () => {
         assert.equal(textOf(r), hello);
     assert.equal(new Set(all.map(r => r.id)).size, 16);
 });
+
+await test('tool choice', async () => {
+    const ask = tool_choice => create('Hello!', { ...low, tools, tool_choice });
+    for (const [choice, names] of [['required', ['get_weather', 'search']], [{ type: 'function', name: 'search' }, ['search']],
+                                   [{ type: 'allowed_tools', mode: 'required', tools: [{ type: 'function', name: 'search' }] }, ['search']]]) {
+        const calls = of(await ask(choice), 'function_call');
+        assert.ok(calls.length > 0);
+        for (const c of calls) {
+            assert.ok(names.includes(c.name));
+            JSON.parse(c.arguments);
+        }
+    }
+    assert.equal(of(await create(question, { ...high, tools, tool_choice: 'none', max_output_tokens: 60 }), 'function_call').length, 0);
+    assert.equal(of(await create('Hello!', { ...low, tools, tool_choice: 'required', parallel_tool_calls: false }), 'function_call').length, 1);
+});
