@@ -564,6 +564,10 @@ static int take_output(reader *d)
     const hx_json *format = hx_params_get(config, "format");
     hx_sb *b = &d->turns.b;
 
+    if (config != NULL && !is_kind(config, HX_JSON_OBJECT))
+        return hx_server_problem(d->c, 400, "output_config", "invalid_type",
+                                 "output_config: found %s, expected an object",
+                                 hx_json_kind_name(config));
     if (format == NULL)
         format = hx_params_get(d->c->body, "output_format");
     hx_turns_put(&d->turns, "reasoning_effort", hx_params_get(config, "effort"));
@@ -580,13 +584,18 @@ static int take_output(reader *d)
 
 static int read_conversation(reader *d)
 {
+    static const char *const lists[] = { "tools", "stop_sequences" };
     const hx_json *tools = hx_params_get(d->c->body, "tools");
     int rc;
 
-    if (tools != NULL && !is_kind(tools, HX_JSON_ARRAY))
-        return hx_server_problem(d->c, 400, "tools", "invalid_type",
-                                 "tools: found %s, expected a list",
-                                 hx_json_kind_name(tools));
+    for (size_t i = 0; i < HX_LEN(lists); i++) {
+        const hx_json *list = hx_params_get(d->c->body, lists[i]);
+
+        if (list != NULL && !is_kind(list, HX_JSON_ARRAY))
+            return hx_server_problem(d->c, 400, lists[i], "invalid_type",
+                                     "%s: found %s, expected a list", lists[i],
+                                     hx_json_kind_name(list));
+    }
     if ((rc = take_system(d)) != 0 || (rc = take_messages(d)) != 0)
         return rc;
     hx_turns_end(&d->turns);
