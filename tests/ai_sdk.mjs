@@ -113,12 +113,14 @@ for (const [name, p] of Object.entries(providers)) {
     });
 
     await test(`${name}: structured output`, async () => {
-        const providerOptions = name === 'anthropic' ? { anthropic: { ...p.low.anthropic, structuredOutputMode: 'outputFormat' } } : p.low;
-        for (const go of [generateText, streamed]) {
-            const r = await go({ ...base, prompt: 'Extract name, age, city as JSON: Alice is 34 years old and lives in Paris.',
-                                  output: Output.object({ schema: person }), providerOptions });
-            person.parse(JSON.parse(r.text));
-        }
+        const modes = name === 'anthropic' ? ['outputFormat', 'jsonTool'].map(structuredOutputMode =>
+            ({ anthropic: { ...p.low.anthropic, structuredOutputMode } })) : [p.low];
+        for (const providerOptions of modes)
+            for (const go of [generateText, streamed]) {
+                const r = await go({ ...base, prompt: 'Extract name, age, city as JSON: Alice is 34 years old and lives in Paris.',
+                                     output: Output.object({ schema: person }), providerOptions });
+                person.parse(JSON.parse(r.text));
+            }
     });
 
     await test(`${name}: errors`, async () => {

@@ -42,6 +42,7 @@ static void flush(hx_turns *t)
 {
     if (!t->open)
         return;
+    t->b.bad = t->b.bad || t->reasoning.bad || t->calls.bad;
     begin(t, "assistant");
     put_sb(t, "content", &t->content);
     if (t->reasoning.n > 0)
@@ -50,7 +51,6 @@ static void flush(hx_turns *t)
         hx_sb_str(&t->b, ",\"tool_calls\":[");
         hx_sb_add(&t->b, t->calls.p, t->calls.n);
         hx_sb_char(&t->b, ']');
-        t->b.bad = t->b.bad || t->calls.bad;
         t->calls.n = 0;
     }
     hx_sb_char(&t->b, '}');
