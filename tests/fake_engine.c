@@ -8,10 +8,10 @@
  *   [[{score=100}a]]               scoring it takes 100 ms
  *
  * The last [[…]] of the prompt counts; without one the answer is "ok". $seed, $params,
- * $grammar and $source as a token show what was submitted; $mega is a MiB of m. Ids: 0..255 bytes, then the
- * markers, then pieces as they come. One thread serves all streams in turn, as the real
- * engine's does, in steps: streams of one pace have their tokens together; and it pauses
- * who does not take them.
+ * $grammar and $source as a token show what was submitted, $prompt the prompt's text; $mega
+ * is a MiB of m. Ids: 0..255 bytes, then the markers, then pieces as they come. One thread
+ * serves all streams in turn, as the real engine's does, in steps: streams of one pace have
+ * their tokens together; and it pauses who does not take them.
  */
 #include <pthread.h>
 #include <stdio.h>
@@ -50,6 +50,7 @@ struct hx_stream {
     int64_t delay_us, prefill_us, due_us;
     bool running, cancelled, ended, failed, end_thinking;
     hx_stop stop_why;
+    int32_t stop_at; /* TEXT: which */
     hx_times times;
     void (*ready)(void *);
     void *ready_ud;
@@ -281,8 +282,10 @@ static void fake_cut_at_stop(hx_stream *s, hx_sb *text)
         const char *at =
             text->n > 0 ? memmem(text->p, text->n, s->stop[i].p, s->stop[i].n) : NULL;
 
-        if (at != NULL && (size_t)(at - text->p) < cut)
+        if (at != NULL && (size_t)(at - text->p) < cut) {
             cut = (size_t)(at - text->p);
+            s->stop_at = i;
+        }
     }
     if (cut == SIZE_MAX)
         return;
@@ -331,6 +334,8 @@ static void fake_script(hx_stream *s, hx_str prompt, int64_t room)
                 unsigned v = 0;
                 sscanf(rest.p + 2, "%2x", &v);
                 fake_add(s, &text, (hx_str) { &s->e->bytes[v & 255], 1 });
+            } else if (n == 7 && memcmp(rest.p, "$prompt", 7) == 0) {
+                fake_add(s, &text, prompt);
             } else if (n > 1 || (bar != rest.p && n > 0)) {
                 fake_add(s, &text, (hx_str) { rest.p, n });
             }
@@ -528,6 +533,7 @@ int hx_next(hx_stream *s, hx_event *ev, int timeout_ms)
     } else if (s->ended) {
         ev->kind = s->failed ? HX_EV_ERROR : HX_EV_DONE;
         ev->stop = s->stop_why;
+        ev->stop_index = ev->stop == HX_STOP_TEXT ? s->stop_at : -1;
         if (s->failed)
             hx_fail(&ev->err, HX_EDEVICE, "device: broke as the script says");
     } else {

@@ -584,19 +584,16 @@ static void put_logprob(hx_sb *b, hx_str bytes, float logprob)
     hx_sb_char(b, ']');
 }
 
-static void add_logprob(chat *t, choice *k, const hx_gen_event *ev)
+void hx_openai_add_logprob(hx_sb *b, hx_engine *e, const hx_gen_event *ev, int32_t n_top)
 {
-    hx_sb *b = &k->logprobs;
-
     if (b->n > 0)
         hx_sb_char(b, ',');
-    put_logprob(b, hx_token_bytes(t->c->engine, ev->token, NULL), ev->logprob);
+    put_logprob(b, hx_token_bytes(e, ev->token, NULL), ev->logprob);
     hx_sb_str(b, ",\"top_logprobs\":[");
-    for (int32_t i = 0; ev->top != NULL && i < t->req.sampling.n_top; i++) {
+    for (int32_t i = 0; ev->top != NULL && i < n_top; i++) {
         if (i > 0)
             hx_sb_char(b, ',');
-        put_logprob(b, hx_token_bytes(t->c->engine, ev->top[i].token, NULL),
-                    ev->top[i].logprob);
+        put_logprob(b, hx_token_bytes(e, ev->top[i].token, NULL), ev->top[i].logprob);
         hx_sb_char(b, '}');
     }
     hx_sb_str(b, "]}");
@@ -796,7 +793,7 @@ static void on_event(void *ud, const hx_gen_event *ev, hx_sb *out)
 
     switch (ev->kind) {
     case HX_GEN_TOKEN:
-        add_logprob(t, k, ev);
+        hx_openai_add_logprob(&k->logprobs, t->c->engine, ev, t->req.sampling.n_top);
         break;
     case HX_GEN_REPLY:
         if (t->req.stream)

@@ -243,18 +243,39 @@ static int open_answers(hx_gen *g)
     return 0;
 }
 
-int hx_gen_open(hx_gen **out, hx_call *c, const hx_generate *req)
+static int prepare(hx_gen **out, hx_call *c, const hx_generate *req)
 {
     hx_gen *g = hx_arena_alloc(&c->arena, sizeof *g);
-    int rc;
 
-    *out = NULL;
+    *out = g;
     if (g == NULL)
         return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
     g->call = c;
     g->req = *req;
     g->think = hx_token_id(c->engine, HX_STR("<think>"));
     g->think_end = hx_token_id(c->engine, HX_STR("</think>"));
+    return 0;
+}
+
+int hx_gen_count_prompt(hx_call *c, const hx_generate *req, int64_t *n)
+{
+    hx_gen *g;
+    int rc;
+
+    if ((rc = prepare(&g, c, req)) == 0 && (rc = render(g)) == 0)
+        *n = g->req.prompt[0].n;
+    hx_gen_close(g);
+    return rc;
+}
+
+int hx_gen_open(hx_gen **out, hx_call *c, const hx_generate *req)
+{
+    hx_gen *g;
+    int rc;
+
+    *out = NULL;
+    if ((rc = prepare(&g, c, req)) != 0)
+        return rc;
     if ((req->chat &&
          ((rc = hx_toolset_constrain(c, &g->req)) != 0 || (rc = render(g)) != 0)) ||
         (rc = hx_gen_check(c, &g->req)) != 0 || (rc = open_answers(g)) != 0) {
@@ -278,6 +299,12 @@ void hx_gen_close(hx_gen *g)
     hx_ids_free(&g->rendered);
     hx_sb_free(&g->out);
     hx_sb_free(&g->text);
+}
+
+void hx_gen_cancel(hx_gen *g)
+{
+    for (int32_t i = 0; i < g->n_answer; i++)
+        hx_cancel(g->answer[i].stream);
 }
 
 /* ---- events to pieces --------------------------------------------------- */
@@ -411,6 +438,7 @@ static int take_end(hx_gen *g, answer *a, const hx_event *ev, hx_err *err)
                               .stop = a->loop_tokens > 0 ? HX_STOP_EOS : ev->stop,
                               .loop_tokens = a->loop_tokens,
                               .loop_times = a->loop_times,
+                              .stop_index = ev->stop_index,
                               .n_call = n_call,
                               .n_prompt = ev->prompt,
                               .n_cached = ev->cached,

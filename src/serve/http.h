@@ -58,6 +58,7 @@ typedef struct {
     int status;
     const char *type;    /* content type or NULL */
     const char *headers; /* extra lines "a: b\r\n…" or NULL */
+    const char *id;      /* of the request, or "" */
     const char *cors;    /* allowed origin, or NULL for no CORS headers */
     int minor;           /* of the request */
     bool keep_alive;

@@ -12,6 +12,7 @@
 
 typedef struct hx_server hx_server;
 typedef struct hx_pump hx_pump;
+typedef struct hx_responses hx_responses;
 
 /* Zero is a good default everywhere. Strings are copied. */
 typedef struct {
@@ -66,7 +67,8 @@ typedef struct hx_exchange {
     hx_str method;      /* HEAD arrives as "GET" */
     hx_str path, query; /* path: percent-decoded, no trailing slash; "/" is the root */
     hx_str body;
-    void *conn; /* http.c's */
+    void *conn;          /* http.c's */
+    char request_id[40]; /* the handler's; "" or sent along with the answer */
 } hx_exchange;
 
 /* Called on the loop thread once a whole request is there; must not block: hand it to a
@@ -109,6 +111,9 @@ void hx_http_reply(hx_exchange *x, int status, const char *type, const char *hea
  * themselves. */
 typedef enum { HX_HTTP_OPEN, HX_HTTP_FULL, HX_HTTP_GONE } hx_http_state;
 void hx_http_begin_events(hx_exchange *x);
+/* The same with another content type; keepalive is what goes out in silence, borrowed
+ * until the end. */
+void hx_http_begin_stream(hx_exchange *x, const char *type, hx_str keepalive);
 hx_http_state hx_http_send(hx_exchange *x, hx_str bytes);
 void hx_http_flush(hx_http *h);   /* any thread */
 void hx_http_end(hx_exchange *x); /* ends an event stream */
@@ -123,6 +128,9 @@ typedef struct {
     char msg[320];
     int64_t n_prompt, n_ctx; /* context overflow only */
 } hx_problem;
+
+/* Writes the body of an error. */
+typedef void hx_problem_fn(hx_sb *b, const hx_problem *p);
 
 typedef struct hx_call hx_call;
 /* 0: answered; HX_LATER: somebody else goes on with the call, which must not be touched
@@ -139,8 +147,10 @@ struct hx_call {
     hx_exchange *x;
     hx_arena arena; /* capped */
     hx_json *body;  /* the parsed request, or NULL */
+    hx_json *also;  /* what a dialect made of it; freed with it */
     void *state;    /* the route's, between two parts of it */
     hx_problem problem;
+    hx_problem_fn *put_problem; /* how the dialect shapes errors; NULL: as OpenAI does */
 
     hx_call *next;    /* in a queue of server.c */
     hx_route_fn *run; /* what a worker does next */
@@ -176,6 +186,8 @@ uint64_t hx_server_random(hx_server *s);
 bool hx_server_official_tokens(const hx_server *s);
 hx_pump *hx_server_pump(const hx_server *s);
 hx_str hx_server_model_name(const hx_server *s);
+int64_t hx_server_created_s(const hx_server *s);
+hx_responses *hx_server_responses(const hx_server *s);
 
 /* ---- params.c: typed fields of a request -------------------------------- */
 
@@ -251,6 +263,7 @@ typedef struct {
     hx_stop stop;
     int32_t loop_tokens; /* END by the loop guard: so many were repeated; else 0 */
     int32_t loop_times;
+    int32_t stop_index; /* as in hx_event */
     int32_t n_call;
     int64_t n_prompt, n_cached, n_answer, n_reasoning; /* tokens */
     hx_times times;
@@ -284,6 +297,11 @@ int hx_gen_open(hx_gen **out, hx_call *c, const hx_generate *g);
 /* The pump takes over the call and finishes it. Returns HX_LATER. */
 int hx_gen_start(hx_gen *g, const hx_gen_sink *sink);
 void hx_gen_close(hx_gen *g); /* cancels what still runs */
+/* Ends the answers of a started one where they are. Any thread, but not once sink.end()
+ * is called. */
+void hx_gen_cancel(hx_gen *g);
+/* Tokens of the prompt that hx_gen_open() would submit for a chat. */
+int hx_gen_count_prompt(hx_call *c, const hx_generate *g, int64_t *n);
 int64_t hx_gen_count_chars(hx_str utf8);
 /* Before hx_gen_start(): the name that hx_gen_end_thinking() finds it by; copied. */
 void hx_gen_set_id(hx_gen *g, const char *id);
@@ -343,6 +361,8 @@ typedef struct {
 } hx_openai_sum;
 void hx_openai_add(hx_openai_sum *s, const hx_gen_event *ev, bool new_prompt);
 void hx_openai_write_timings(hx_sb *b, const hx_openai_sum *s);
+/* Appends the log-probabilities of a HX_GEN_TOKEN event to a list "{…},{…}". */
+void hx_openai_add_logprob(hx_sb *b, hx_engine *e, const hx_gen_event *ev, int32_t n_top);
 /* What answers and chunks are wrapped in: {"id":…,"choices":[ and
  * ],"usage":…,"timings":…}. The first makes an id that begins with prefix. */
 void hx_openai_write_head(hx_sb *b, hx_call *c, const char *prefix, const char *object,
@@ -354,5 +374,116 @@ void hx_openai_write_tail(hx_sb *b, const hx_openai_sum *s);
 void hx_openai_end_stream(hx_call *c, int rc, hx_str head, const hx_openai_sum *sum);
 /* The messages, tools and switches of a chat request as the template's variables. */
 int hx_openai_vars(hx_call *c, hx_generate *g);
+
+int hx_responses_create(hx_call *c);
+int hx_responses_count(hx_call *c);
+int hx_responses_retrieve(hx_call *c); /* also input_items */
+int hx_responses_act(hx_call *c);      /* cancel */
+int hx_responses_delete(hx_call *c);
+int hx_anthropic_messages(hx_call *c);
+int hx_anthropic_count(hx_call *c);
+hx_problem_fn hx_anthropic_write_problem;
+
+/* ---- turns.c: a conversation of another dialect as chat completions' ------ */
+
+/* Opened, filled and freed by a dialect. Neighbouring pieces of the assistant become one
+ * turn; anything else ends it. */
+typedef struct {
+    hx_call *c;
+    hx_sb b; /* the chat request so far */
+    int64_t n;
+    hx_sb reasoning, content, calls; /* of the assistant's turn */
+    bool open;
+} hx_turns;
+
+/* A field of chat completions, and what the dialect calls it. */
+typedef struct {
+    const char *from, *to;
+} hx_rename;
+
+void hx_turns_open(hx_turns *t, hx_call *c);
+void hx_turns_free(hx_turns *t);
+void hx_turns_say(hx_turns *t, const char *role, hx_str text); /* system or user */
+void hx_turns_assistant(hx_turns *t, hx_str text);
+void hx_turns_reasoning(hx_turns *t, hx_str text);
+void hx_turns_call(hx_turns *t, hx_str id, hx_str name, hx_str args);
+/* parts: what only the template understands, or NULL for text. */
+void hx_turns_result(hx_turns *t, hx_str id, const hx_json *parts, hx_str text);
+void hx_turns_end(hx_turns *t);
+/* Members of the request after its messages; hx_turns_put() leaves out NULL; rest: all of
+ * the body that own, a list up to NULL, does not name. */
+void hx_turns_put(hx_turns *t, const char *name, const hx_json *value);
+void hx_turns_rest(hx_turns *t, const char *const *own);
+/* Reads the request into g as chat completions would. names ends with a NULL. */
+int hx_turns_use(hx_turns *t, hx_generate *g, const hx_rename *names);
+/* rc, and if that is a problem, its field by the dialect's name. */
+int hx_turns_rename(hx_call *c, const hx_rename *names, int rc);
+
+/* ---- blocks.c: an answer as reasoning, text and calls in turn ------------- */
+
+typedef enum { HX_BLOCK_REASONING, HX_BLOCK_TEXT, HX_BLOCK_CALL } hx_block_kind;
+
+typedef struct {
+    hx_block_kind kind;
+    char id[40], call_id[40]; /* the dialect's */
+    hx_sb name, text;         /* text: a call's arguments, JSON */
+    hx_sb logprobs;           /* the dialect's, as are */
+    const void *tool;         /* which is called, and */
+    size_t n_sent;            /* how much of text is sent */
+} hx_block;
+
+typedef struct {
+    hx_block *block; /* [n] the last one is open or not */
+    int32_t n;
+    bool open, bad; /* bad: memory ran out */
+} hx_blocks;
+
+typedef struct {
+    void (*open)(void *ud, int32_t i);
+    void (*piece)(void *ud, int32_t i, hx_str text); /* already in the block's text */
+    void (*close)(void *ud, int32_t i);
+    void *ud;
+} hx_blocks_sink;
+
+void hx_blocks_take(hx_blocks *b, const hx_reply_event *ev, const hx_blocks_sink *sink);
+void hx_blocks_end(hx_blocks *b, const hx_blocks_sink *sink);
+void hx_blocks_free(hx_blocks *b);
+
+/* ---- response_store.c: answers of /v1/responses kept for later ------------ */
+
+#define HX_RESPONSES_MAX       1024
+#define HX_RESPONSES_MAX_BYTES (64u << 20)
+
+typedef struct {
+    hx_str id, json;
+} hx_item;
+
+/* All thread-safe; what they read is copied to out. Without a response (or item) of that
+ * id: HX_EARG. */
+int hx_response_store_open(hx_responses **out, hx_err *err);
+void hx_response_store_close(hx_responses *s);
+/* A response has begun. parent: the id of the one it goes on from, or {NULL, 0}. body:
+ * its object as it is now. gen: until finish, what cancel stops. */
+int hx_response_store_begin(hx_responses *s, hx_str id, hx_str parent,
+                            const hx_item *input, size_t n, hx_str body, hx_gen *gen);
+/* Its output and object; the latter is head, the items and tail. */
+void hx_response_store_finish(hx_responses *s, hx_str id, const hx_item *output, size_t n,
+                              hx_str head, hx_str tail);
+/* Returns when it has ended. */
+int hx_response_store_cancel(hx_responses *s, hx_str id);
+int hx_response_store_remove(hx_responses *s, hx_str id);
+int hx_response_store_read(hx_responses *s, hx_str id, hx_sb *out);
+/* "{…},{…}": all items of the conversation that ends with this response. HX_EBUSY: it
+ * still runs. */
+int hx_response_store_history(hx_responses *s, hx_str id, hx_sb *out);
+int hx_response_store_item(hx_responses *s, hx_str id, hx_sb *out);
+typedef struct {
+    int64_t limit;
+    bool newest_first;
+    hx_str after; /* id of the item before the first, or {NULL, 0} */
+} hx_item_page;
+/* A list object of the items that a response went on from. */
+int hx_response_store_inputs(hx_responses *s, hx_str id, const hx_item_page *page,
+                             hx_sb *out);
 
 #endif

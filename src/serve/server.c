@@ -28,6 +28,7 @@ typedef struct {
 struct hx_server {
     hx_http *http;
     hx_pump *pump;
+    hx_responses *responses;
     char *api_key, *served_name; /* NULL: none */
     bool official_tokens;
     int32_t drain_ms;
@@ -54,9 +55,10 @@ struct hx_server {
 struct route {
     const char *method, *path; /* without /v1; a final slash: a name follows */
     hx_route_fn *run;
-    bool no_body; /* a POST whose body, if any, is not read */
-    bool open;    /* needs no key */
-    bool early;   /* works without an engine, on the loop thread */
+    hx_problem_fn *problem; /* NULL: as OpenAI shapes errors */
+    bool no_body;           /* a POST whose body, if any, is not read */
+    bool open;              /* needs no key */
+    bool early;             /* works without an engine, on the loop thread */
 };
 
 /* ---- problems and answers --------------------------------------------- */
@@ -121,12 +123,13 @@ void hx_server_write_problem(hx_sb *b, const hx_problem *p)
     hx_sb_str(b, "}}");
 }
 
-static void reply_problem(hx_exchange *x, const hx_problem *p, const char *headers)
+static void reply_problem(hx_call *c, const char *headers)
 {
+    const hx_problem *p = &c->problem;
     hx_sb b = { 0 };
 
-    hx_server_write_problem(&b, p);
-    hx_http_reply(x, p->status, JSON, headers, (hx_str) { b.p, b.bad ? 0 : b.n });
+    (c->put_problem != NULL ? c->put_problem : hx_server_write_problem)(&b, p);
+    hx_http_reply(c->x, p->status, JSON, headers, (hx_str) { b.p, b.bad ? 0 : b.n });
     hx_sb_free(&b);
 }
 
@@ -136,8 +139,7 @@ void hx_server_reply_problem(hx_call *c)
         hx_server_problem(c, 500, NULL, "internal_error",
                           "request: failed without a reason");
     c->status = c->problem.status;
-    reply_problem(c->x, &c->problem,
-                  c->status == 429 || c->status == 503 ? "Retry-After: 2\r\n" : NULL);
+    reply_problem(c, c->status == 429 || c->status == 503 ? "Retry-After: 2\r\n" : NULL);
 }
 
 void hx_server_reply_json(hx_call *c, const hx_sb *json)
@@ -180,9 +182,19 @@ hx_pump *hx_server_pump(const hx_server *s)
     return s->pump;
 }
 
+hx_responses *hx_server_responses(const hx_server *s)
+{
+    return s->responses;
+}
+
 hx_str hx_server_model_name(const hx_server *s)
 {
     return hx_str_c(s->served_name != NULL ? s->served_name : s->info.name);
+}
+
+int64_t hx_server_created_s(const hx_server *s)
+{
+    return s->created_s;
 }
 
 /* ---- routes that need no worker ---------------------------------------- */
@@ -398,6 +410,19 @@ static const route routes[] = {
       .run = hx_openai_act,
       .no_body = true },
     { .method = "POST", .path = "/completions", .run = hx_completions },
+    { .method = "POST", .path = "/responses", .run = hx_responses_create },
+    { .method = "POST", .path = "/responses/input_tokens", .run = hx_responses_count },
+    { .method = "GET", .path = "/responses/", .run = hx_responses_retrieve },
+    { .method = "DELETE", .path = "/responses/", .run = hx_responses_delete },
+    { .method = "POST", .path = "/responses/", .run = hx_responses_act, .no_body = true },
+    { .method = "POST",
+      .path = "/messages",
+      .run = hx_anthropic_messages,
+      .problem = hx_anthropic_write_problem },
+    { .method = "POST",
+      .path = "/messages/count_tokens",
+      .run = hx_anthropic_count,
+      .problem = hx_anthropic_write_problem },
     { .method = "POST", .path = "/tokenize", .run = tokenize },
     { .method = "POST", .path = "/detokenize", .run = detokenize },
 };
@@ -411,8 +436,11 @@ static bool path_matches(const char *pattern, hx_str path)
     return hx_str_is(path, pattern);
 }
 
-static const route *find_route(hx_str path)
+/* The path's row for the method; else one of its rows for another; else NULL. */
+static const route *find_route(hx_str method, hx_str path)
 {
+    const route *other = NULL;
+
     if (path.n >= 3 && memcmp(path.p, "/v1", 3) == 0 &&
         (path.n == 3 || path.p[3] == '/')) {
         path.p += 3;
@@ -420,10 +448,15 @@ static const route *find_route(hx_str path)
         if (path.n == 0)
             path = HX_STR("/");
     }
-    for (size_t i = 0; i < HX_LEN(routes); i++)
-        if (path_matches(routes[i].path, path))
+    for (size_t i = 0; i < HX_LEN(routes); i++) {
+        if (!path_matches(routes[i].path, path))
+            continue;
+        if (hx_str_is(method, routes[i].method))
             return &routes[i];
-    return NULL;
+        if (other == NULL)
+            other = &routes[i];
+    }
+    return other;
 }
 
 /* Takes as long for a key that is nearly right as for any other of its length. */
@@ -503,12 +536,14 @@ static void answer_early(hx_call *c, const route *r)
 static void route_request(void *ud, hx_exchange *x)
 {
     hx_server *s = ud;
-    const route *r = find_route(x->path);
+    const route *r = find_route(x->method, x->path);
     hx_call c = { .server = s, .x = x, .start_us = hx_now_us() };
 
     snprintf(c.method, sizeof c.method, "%.*s", (int)HX_MIN(x->method.n, 15u),
              x->method.p);
     snprintf(c.path, sizeof c.path, "%.*s", (int)HX_MIN(x->path.n, 199u), x->path.p);
+    c.put_problem = r != NULL ? r->problem : NULL;
+    hx_server_new_id(s, "req_", x->request_id);
     if (refuse(s, x, r, &c) == 0) {
         if (r->early) {
             answer_early(&c, r);
@@ -525,11 +560,10 @@ static void route_request(void *ud, hx_exchange *x)
     c.status = c.problem.status;
     log_call(&c);
     if (c.status == 405)
-        reply_problem(x, &c.problem,
-                      r->method[0] == 'G' ? "Allow: GET, HEAD, OPTIONS\r\n"
-                                          : "Allow: POST, OPTIONS\r\n");
+        reply_problem(&c, r->method[0] == 'G' ? "Allow: GET, HEAD, OPTIONS\r\n"
+                                              : "Allow: POST, OPTIONS\r\n");
     else if (c.status == 401)
-        reply_problem(x, &c.problem, "WWW-Authenticate: Bearer\r\n");
+        reply_problem(&c, "WWW-Authenticate: Bearer\r\n");
     else
         hx_server_reply_problem(&c);
 }
@@ -557,6 +591,7 @@ void hx_server_finish(hx_call *c, int rc)
         hx_server_reply_problem(c);
     log_call(c);
     hx_json_free(c->body);
+    hx_json_free(c->also);
     hx_arena_reset(&c->arena);
     hx_free(c);
 }
@@ -751,7 +786,8 @@ int hx_server_open(hx_server **out, const hx_server_opt *opt, hx_err *err)
         goto fail;
     }
     if ((rc = hx_http_open(&s->http, &http, route_request, s, err)) != 0 ||
-        (rc = hx_gen_open_pump(&s->pump, s->http, err)) != 0)
+        (rc = hx_gen_open_pump(&s->pump, s->http, err)) != 0 ||
+        (rc = hx_response_store_open(&s->responses, err)) != 0)
         goto fail;
     *out = s;
     return 0;
@@ -807,6 +843,7 @@ void hx_server_close(hx_server *s)
         return;
     hx_assert(s->n_worker == 0 && s->calls.n + s->slow.n == 0);
     hx_gen_close_pump(s->pump);
+    hx_response_store_close(s->responses);
     hx_http_close(s->http);
     pthread_cond_destroy(&s->work);
     pthread_cond_destroy(&s->gone);
