@@ -76,7 +76,7 @@ $(OBJ)/%_test.o: CFLAGS += -Wno-missing-prototypes -Wno-conversion
 
 # Files that the program carries, as C arrays.
 EMBED := glm_5_3_flash_json:models/synthetic/glm-5.3-flash.json \
-         routing_json:models/synthetic/routing.json
+         routing_json:models/synthetic/routing.json openapi_json:docs/openapi.json
 GEN   := $(foreach e,$(EMBED),$(BUILD)/gen/$(firstword $(subst :, ,$(e))).h)
 $(BUILD)/embed: tools/embed.c
 	@mkdir -p $(@D)

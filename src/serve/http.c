@@ -69,13 +69,14 @@ typedef struct conn {
     _Atomic bool gone;
 
     /* h->lock guards the rest. */
-    hx_sb out;     /* said, not yet in wire */
-    size_t behind; /* bytes said and not yet taken by the client */
-    bool begun;    /* an event stream */
-    bool ended;    /* the exchange is ours again */
-    bool broken;   /* no memory for out */
-    bool full;     /* hx_http_send() said so: news when it is over */
-    bool ready;    /* in h->ready */
+    hx_sb out;        /* said, not yet in wire */
+    size_t behind;    /* bytes said and not yet taken by the client */
+    bool begun;       /* an event stream */
+    hx_str keepalive; /* borrowed until the end of the exchange */
+    bool ended;       /* the exchange is ours again */
+    bool broken;      /* no memory for out */
+    bool full;        /* hx_http_send() said so: news when it is over */
+    bool ready;       /* in h->ready */
     struct conn *next_ready;
     void (*news_fn)(void *ud);
     void *news_ud;
@@ -586,7 +587,7 @@ static void watch(conn *c)
     if (waited >= limit) {
         uv_mutex_lock(&c->h->lock);
         if (!c->ended)
-            queue_piece(c, HX_STR(": keepalive\n\n"));
+            queue_piece(c, c->keepalive);
         uv_mutex_unlock(&c->h->lock);
         waited = 0;
     }
@@ -769,10 +770,16 @@ void hx_http_reply(hx_exchange *x, int status, const char *type, const char *hea
 
 void hx_http_begin_events(hx_exchange *x)
 {
+    hx_http_begin_stream(x, "text/event-stream; charset=utf-8",
+                         HX_STR(": keepalive\n\n"));
+}
+
+void hx_http_begin_stream(hx_exchange *x, const char *type, hx_str keepalive)
+{
     conn *c = x->conn;
     hx_http_head head = {
         .status = 200,
-        .type = "text/event-stream; charset=utf-8",
+        .type = type,
         .headers = "Cache-Control: no-cache\r\nX-Accel-Buffering: no\r\n",
         .cors = c->h->cors,
         .minor = c->minor,
@@ -788,6 +795,7 @@ void hx_http_begin_events(hx_exchange *x)
     queue(c, (hx_str) { b.p, b.n });
     c->broken |= b.bad;
     c->begun = !c->head_only;
+    c->keepalive = keepalive;
     link_ready(c);
     uv_mutex_unlock(&c->h->lock);
     hx_sb_free(&b);

@@ -109,6 +109,9 @@ void hx_http_reply(hx_exchange *x, int status, const char *type, const char *hea
  * themselves. */
 typedef enum { HX_HTTP_OPEN, HX_HTTP_FULL, HX_HTTP_GONE } hx_http_state;
 void hx_http_begin_events(hx_exchange *x);
+/* The same with another content type; keepalive is what goes out in silence, borrowed
+ * until the end. */
+void hx_http_begin_stream(hx_exchange *x, const char *type, hx_str keepalive);
 hx_http_state hx_http_send(hx_exchange *x, hx_str bytes);
 void hx_http_flush(hx_http *h);   /* any thread */
 void hx_http_end(hx_exchange *x); /* ends an event stream */
@@ -123,6 +126,9 @@ typedef struct {
     char msg[320];
     int64_t n_prompt, n_ctx; /* context overflow only */
 } hx_problem;
+
+/* Writes the body of an error. */
+typedef void hx_problem_fn(hx_sb *b, const hx_problem *p);
 
 typedef struct hx_call hx_call;
 /* 0: answered; HX_LATER: somebody else goes on with the call, which must not be touched
@@ -139,12 +145,15 @@ struct hx_call {
     hx_exchange *x;
     hx_arena arena; /* capped */
     hx_json *body;  /* the parsed request, or NULL */
+    hx_json *also;  /* what a dialect made of it; freed with it */
     void *state;    /* the route's, between two parts of it */
     hx_problem problem;
+    hx_problem_fn *put_problem; /* how the dialect shapes errors; NULL: as OpenAI does */
 
     hx_call *next;    /* in a queue of server.c */
     hx_route_fn *run; /* what a worker does next */
     bool slow;        /* run may take long */
+    bool bare;        /* POST without a body */
 
     /* For the log; the exchange ends before it is written. */
     char method[16], path[200];
@@ -175,6 +184,7 @@ uint64_t hx_server_random(hx_server *s);
 bool hx_server_official_tokens(const hx_server *s);
 hx_pump *hx_server_pump(const hx_server *s);
 hx_str hx_server_model_name(const hx_server *s);
+int64_t hx_server_created_s(const hx_server *s);
 
 /* ---- params.c: typed fields of a request -------------------------------- */
 
@@ -186,6 +196,8 @@ int hx_params_bool(hx_call *c, const hx_json *obj, const char *name, bool *out);
 int hx_params_int(hx_call *c, const hx_json *obj, const char *name, int64_t min,
                   int64_t max, int64_t *out);
 int hx_params_str(hx_call *c, const hx_json *obj, const char *name, hx_str *out);
+int hx_params_num(hx_call *c, const hx_json *obj, const char *name, double min,
+                  double max, double *out);
 /* A list of token ids, in the call's arena; param names it in problems. */
 int hx_params_ids(hx_call *c, const hx_json *list, const char *param, const int32_t **out,
                   int64_t *n);
@@ -208,13 +220,15 @@ typedef struct {
     const hx_prompt *prompt;   /* [n_prompt] raw prompts; chat: the rendered one, later */
     int32_t n_prompt, n;       /* prompts, answers of each */
     bool keep_special;         /* special tokens are shown */
+    bool every_token;          /* raw: each token is an event, and its text, if empty */
     bool stream, usage, echo;
     hx_str model; /* as the client called it */
 } hx_generate;
 
 /* What a dialect gets while answers are made; index counts answers over all prompts. */
 typedef enum {
-    HX_GEN_TOKEN, /* only with log-probabilities: token, bytes, logprob, top, offset */
+    HX_GEN_TOKEN, /* only with log-probabilities or every_token: token, bytes, logprob,
+                   * top, offset */
     HX_GEN_REPLY, /* a piece of a chat answer: reply */
     HX_GEN_TEXT,  /* a piece of a raw answer: text; follows the tokens it covers */
     HX_GEN_END    /* the answer is complete: stop, n_call and the counts */
@@ -231,6 +245,7 @@ typedef struct {
     const hx_choice *top; /* [sampling.n_top] */
     int64_t offset;       /* characters of the raw answer before the token */
     hx_stop stop;
+    int32_t stop_index; /* as in hx_event */
     int32_t n_call;
     int64_t n_prompt, n_cached, n_answer, n_reasoning; /* tokens */
     hx_times times;
@@ -254,6 +269,35 @@ typedef struct hx_gen hx_gen;
 /* Reads the sampling fields that all dialects of OpenAI's family share. */
 int hx_params_sampling(hx_call *c, hx_generate *g);
 
+/* The fields that all dialects spell alike, of an object in the body: temperature, top_p,
+ * min_p, penalties, stop, stop_token_ids, logit_bias, ignore_eos, skip_special_tokens. */
+int hx_params_shared(hx_call *c, const hx_json *obj, hx_generate *g);
+/* The answer keeps to a grammar: its source is the JSON of v, or the text of a string. */
+int hx_params_grammar(hx_call *c, hx_generate *g, hx_grammar_kind kind, const char *param,
+                      const hx_json *v);
+
+/* ---- prompts.c: raw prompts of a request --------------------------------- */
+
+enum { HX_PROMPT_TEXT = 1, HX_PROMPT_IDS = 2 };
+#define HX_PROMPTS_MAX 256
+
+typedef struct {
+    hx_prompt *prompt; /* [n] none is empty */
+    hx_str *text;      /* [n] as given; of ids: {NULL, 0} unless decoded */
+    int32_t n;
+    bool list; /* given as a list of prompts */
+} hx_prompts;
+
+/* The field name of the body, in the call's arena. kinds: what it may hold; decode: ids
+ * get their text too. */
+int hx_prompts_read(hx_call *c, const char *name, int kinds, bool decode,
+                    hx_prompts *out);
+/* Ids of text. Past the context the count alone is right. */
+int hx_prompts_tokenize(hx_call *c, const char *param, hx_str text, hx_prompt *out);
+/* before and after as the model's own markers for filling in the middle want them. */
+int hx_prompts_infill(hx_call *c, const char *param, hx_str before, hx_str after,
+                      hx_prompt *out);
+
 /* Whether the prompts are few and short enough; hx_gen_open() does this by itself. */
 int hx_gen_check(hx_call *c, const hx_generate *g);
 /* Renders, tokenizes and submits; afterwards the request can only fail in the engine.
@@ -269,10 +313,26 @@ int hx_gen_open_pump(hx_pump **out, hx_http *http, hx_err *err);
 /* Waits until all have ended; none may be started any more. NULL is fine. */
 void hx_gen_close_pump(hx_pump *p);
 
-/* ---- dialects: api_openai.c, api_completions.c --------------------------- */
+/* ---- dialects: api_*.c ---------------------------------------------------- */
 
 int hx_openai_chat(hx_call *c);
 int hx_completions(hx_call *c);
+int hx_sglang_generate(hx_call *c);
+int hx_sglang_model_info(hx_call *c);
+int hx_sglang_server_info(hx_call *c);
+int hx_sglang_flush_cache(hx_call *c);
+int hx_ollama_chat(hx_call *c);
+int hx_ollama_generate(hx_call *c);
+int hx_ollama_tags(hx_call *c);
+int hx_ollama_ps(hx_call *c);
+int hx_ollama_show(hx_call *c);
+int hx_ollama_version(hx_call *c);
+hx_problem_fn hx_ollama_write_problem;
+int hx_embeddings(hx_call *c);
+int hx_misc_props(hx_call *c);
+int hx_misc_apply_template(hx_call *c);
+int hx_misc_openapi(hx_call *c);
+
 /* Shared by both: usage and timings of the answers so far. */
 typedef struct {
     int64_t n_prompt, n_cached, n_answer, n_reasoning;

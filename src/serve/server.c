@@ -54,8 +54,10 @@ struct hx_server {
 struct route {
     const char *method, *path; /* without /v1; a final slash: a name follows */
     hx_route_fn *run;
-    bool open;  /* needs no key */
-    bool early; /* works without an engine, on the loop thread */
+    hx_problem_fn *problem; /* NULL: as OpenAI shapes errors */
+    bool bare;              /* POST without a body */
+    bool open;              /* needs no key */
+    bool early;             /* works without an engine, on the loop thread */
 };
 
 /* ---- problems and answers --------------------------------------------- */
@@ -120,12 +122,13 @@ void hx_server_write_problem(hx_sb *b, const hx_problem *p)
     hx_sb_str(b, "}}");
 }
 
-static void reply_problem(hx_exchange *x, const hx_problem *p, const char *headers)
+static void reply_problem(hx_call *c, const char *headers)
 {
+    const hx_problem *p = &c->problem;
     hx_sb b = { 0 };
 
-    hx_server_write_problem(&b, p);
-    hx_http_reply(x, p->status, JSON, headers, (hx_str) { b.p, b.bad ? 0 : b.n });
+    (c->put_problem != NULL ? c->put_problem : hx_server_write_problem)(&b, p);
+    hx_http_reply(c->x, p->status, JSON, headers, (hx_str) { b.p, b.bad ? 0 : b.n });
     hx_sb_free(&b);
 }
 
@@ -135,8 +138,7 @@ void hx_server_reply_problem(hx_call *c)
         hx_server_problem(c, 500, NULL, "internal_error",
                           "request: failed without a reason");
     c->status = c->problem.status;
-    reply_problem(c->x, &c->problem,
-                  c->status == 429 || c->status == 503 ? "Retry-After: 2\r\n" : NULL);
+    reply_problem(c, c->status == 429 || c->status == 503 ? "Retry-After: 2\r\n" : NULL);
 }
 
 void hx_server_reply_json(hx_call *c, const hx_sb *json)
@@ -182,6 +184,11 @@ hx_pump *hx_server_pump(const hx_server *s)
 hx_str hx_server_model_name(const hx_server *s)
 {
     return hx_str_c(s->served_name != NULL ? s->served_name : s->info.name);
+}
+
+int64_t hx_server_created_s(const hx_server *s)
+{
+    return s->created_s;
 }
 
 /* ---- routes that need no worker ---------------------------------------- */
@@ -385,6 +392,7 @@ static int detokenize(hx_call *c)
 
 /* ---- routing ----------------------------------------------------------- */
 
+#define OLLAMA .problem = hx_ollama_write_problem
 static const route routes[] = {
     { .method = "GET", .path = "/", .early = true },
     { .method = "GET", .path = "/health", .open = true, .early = true },
@@ -395,6 +403,26 @@ static const route routes[] = {
     { .method = "POST", .path = "/completions", .run = hx_completions },
     { .method = "POST", .path = "/tokenize", .run = tokenize },
     { .method = "POST", .path = "/detokenize", .run = detokenize },
+    { .method = "POST", .path = "/apply-template", .run = hx_misc_apply_template },
+    { .method = "POST", .path = "/embeddings", .run = hx_embeddings },
+    { .method = "GET", .path = "/props", .run = hx_misc_props },
+    { .method = "GET", .path = "/openapi.json", .run = hx_misc_openapi },
+    { .method = "POST", .path = "/generate", .run = hx_sglang_generate },
+    { .method = "GET", .path = "/model_info", .run = hx_sglang_model_info },
+    { .method = "GET", .path = "/get_model_info", .run = hx_sglang_model_info },
+    { .method = "GET", .path = "/server_info", .run = hx_sglang_server_info },
+    { .method = "GET", .path = "/get_server_info", .run = hx_sglang_server_info },
+    { .method = "GET", .path = "/flush_cache", .run = hx_sglang_flush_cache },
+    { .method = "POST",
+      .path = "/flush_cache",
+      .run = hx_sglang_flush_cache,
+      .bare = true },
+    { .method = "POST", .path = "/api/chat", .run = hx_ollama_chat, OLLAMA },
+    { .method = "POST", .path = "/api/generate", .run = hx_ollama_generate, OLLAMA },
+    { .method = "POST", .path = "/api/show", .run = hx_ollama_show, OLLAMA },
+    { .method = "GET", .path = "/api/tags", .run = hx_ollama_tags, OLLAMA },
+    { .method = "GET", .path = "/api/ps", .run = hx_ollama_ps, OLLAMA },
+    { .method = "GET", .path = "/api/version", .run = hx_ollama_version, OLLAMA },
 };
 
 static bool path_matches(const char *pattern, hx_str path)
@@ -406,8 +434,11 @@ static bool path_matches(const char *pattern, hx_str path)
     return hx_str_is(path, pattern);
 }
 
-static const route *find_route(hx_str path)
+/* The row of both; else one of the path, which takes another method; or NULL. */
+static const route *find_route(hx_str method, hx_str path)
 {
+    const route *other = NULL;
+
     if (path.n >= 3 && memcmp(path.p, "/v1", 3) == 0 &&
         (path.n == 3 || path.p[3] == '/')) {
         path.p += 3;
@@ -415,10 +446,14 @@ static const route *find_route(hx_str path)
         if (path.n == 0)
             path = HX_STR("/");
     }
-    for (size_t i = 0; i < HX_LEN(routes); i++)
-        if (path_matches(routes[i].path, path))
+    for (size_t i = 0; i < HX_LEN(routes); i++) {
+        if (!path_matches(routes[i].path, path))
+            continue;
+        if (hx_str_is(method, routes[i].method))
             return &routes[i];
-    return NULL;
+        other = other != NULL ? other : &routes[i];
+    }
+    return other;
 }
 
 /* Takes as long for a key that is nearly right as for any other of its length. */
@@ -498,12 +533,13 @@ static void answer_early(hx_call *c, const route *r)
 static void route_request(void *ud, hx_exchange *x)
 {
     hx_server *s = ud;
-    const route *r = find_route(x->path);
+    const route *r = find_route(x->method, x->path);
     hx_call c = { .server = s, .x = x, .start_us = hx_now_us() };
 
     snprintf(c.method, sizeof c.method, "%.*s", (int)HX_MIN(x->method.n, 15u),
              x->method.p);
     snprintf(c.path, sizeof c.path, "%.*s", (int)HX_MIN(x->path.n, 199u), x->path.p);
+    c.put_problem = r != NULL ? r->problem : NULL;
     if (refuse(s, x, r, &c) == 0) {
         if (r->early) {
             answer_early(&c, r);
@@ -512,6 +548,7 @@ static void route_request(void *ud, hx_exchange *x)
         c.engine = s->engine;
         c.info = &s->info;
         c.run = r->run;
+        c.bare = r->bare;
         if (enqueue(s, &c))
             return;
         hx_server_problem(&c, 503, NULL, "out_of_memory", "server: no worker is free");
@@ -519,11 +556,10 @@ static void route_request(void *ud, hx_exchange *x)
     c.status = c.problem.status;
     log_call(&c);
     if (c.status == 405)
-        reply_problem(x, &c.problem,
-                      r->method[0] == 'G' ? "Allow: GET, HEAD, OPTIONS\r\n"
-                                          : "Allow: POST, OPTIONS\r\n");
+        reply_problem(&c, r->method[0] == 'G' ? "Allow: GET, HEAD, OPTIONS\r\n"
+                                              : "Allow: POST, OPTIONS\r\n");
     else if (c.status == 401)
-        reply_problem(x, &c.problem, "WWW-Authenticate: Bearer\r\n");
+        reply_problem(&c, "WWW-Authenticate: Bearer\r\n");
     else
         hx_server_reply_problem(&c);
 }
@@ -551,13 +587,14 @@ void hx_server_finish(hx_call *c, int rc)
         hx_server_reply_problem(c);
     log_call(c);
     hx_json_free(c->body);
+    hx_json_free(c->also);
     hx_arena_reset(&c->arena);
     hx_free(c);
 }
 
 static void serve(hx_call *c)
 {
-    const bool parsed = c->body != NULL || strcmp(c->method, "POST") != 0;
+    const bool parsed = c->body != NULL || c->bare || strcmp(c->method, "POST") != 0;
     int rc = parsed ? 0 : parse_body(c);
 
     if (rc == 0)
