@@ -48,6 +48,11 @@ LIBS    += $(CUDA_LIBS) -lstdc++
 CU_OBJS := $(patsubst %.cu,$(OBJ)/%.cu.o,$(wildcard src/*/*.cu))
 endif
 
+# TLS where OpenSSL's headers are; else `serve` says that it has none.
+TLS     ?= $(if $(wildcard /usr/include/openssl/ssl.h),1,0)
+TLS_LIBS := $(if $(filter 1,$(TLS)),-lssl -lcrypto)
+LIBS    += $(TLS_LIBS)
+
 SRC     := $(filter-out %_test.c,$(wildcard src/*/*.c))
 LIB_SRC := $(filter-out src/cli/main.c,$(SRC))
 TESTS   := $(wildcard src/*/*_test.c)
@@ -65,6 +70,12 @@ all: $(BUILD)/hoist
 
 # -Wconversion where sizes come from strangers.
 $(OBJ)/src/base/%.o $(OBJ)/src/text/%.o: CFLAGS += -Wconversion
+$(OBJ)/src/serve/http_tls.o: CFLAGS += $(if $(filter 1,$(TLS)),-DHX_TLS)
+$(OBJ)/src/serve/http_tls.o: $(OBJ)/tls-$(TLS)
+$(OBJ)/tls-$(TLS):
+	@mkdir -p $(@D)
+	@rm -f $(@D)/tls-*
+	@touch $@
 # The one file that names the CUDA backend is compiled anew when CUDA changes.
 $(OBJ)/src/dev/ops.o: CFLAGS += $(if $(filter 1,$(CUDA)),-DHX_CUDA)
 $(OBJ)/src/dev/ops.o: $(OBJ)/cuda-$(CUDA)
@@ -163,7 +174,7 @@ check:
 	@tools/check.sh
 
 # One file that needs only glibc, with machine code for every GPU that it runs on.
-STATIC_LIBS := -Wl,-Bstatic -luv_a -ljson-c -lpcre2-8 -lutf8proc $(if $(CUDA_LIBS),$(CUDA_LIBS) -lstdc++) \
+STATIC_LIBS := -Wl,-Bstatic -luv_a -ljson-c -lpcre2-8 -lutf8proc $(TLS_LIBS) $(if $(CUDA_LIBS),$(CUDA_LIBS) -lstdc++) \
                -Wl,-Bdynamic -ldl -lrt -lm
 portable: deps
 	@$(MAKE) --no-print-directory PORTABLE=-portable build/hoist-portable

@@ -41,7 +41,7 @@ static const command commands[] = {
       "measured speed beside this machine's ceilings", BENCH, cmd_bench },
 };
 
-typedef enum { OPT_STR, OPT_INT, OPT_SIZE, OPT_NUM, OPT_FLAG } option_kind;
+typedef enum { OPT_STR, OPT_INT, OPT_SIZE, OPT_NUM, OPT_FLAG, OPT_LIST } option_kind;
 
 typedef struct {
     const char *name, *arg, *help;
@@ -58,8 +58,18 @@ static const option options[] = {
       0, 0 },
     { "--port", "N", "port to listen on (30000); 0 picks a free one", OPT_INT, AT(port),
       0, SERVE, 0, 65535 },
-    { "--api-key", "KEY", "ask clients for this key", OPT_STR, AT(api_key), 0, SERVE, 0,
-      0 },
+    { "--unix", "PATH", "listen on a unix socket instead", OPT_STR, AT(unix_path), 0,
+      SERVE, 0, 0 },
+    { "--tls-cert", "FILE", "speak TLS with this certificate (PEM, or a chain)", OPT_STR,
+      AT(tls_cert), 0, SERVE, 0, 0 },
+    { "--tls-key", "FILE", "its key (PEM)", OPT_STR, AT(tls_key), 0, SERVE, 0, 0 },
+    { "--api-key", "[NAME=]KEY",
+      "ask clients for this key; several: one of them, and the log has its name",
+      OPT_LIST, AT(api_keys), 0, SERVE, 0, 0 },
+    { "--api-key-file", "FILE", "more of them, one a line; # begins a comment", OPT_STR,
+      AT(api_key_file), 0, SERVE, 0, 0 },
+    { "--admin-key", "KEY", "ask for this one where the server itself is concerned",
+      OPT_STR, AT(admin_key), 0, SERVE, 0, 0 },
     { "--served-name", "NAME", "the model's name in the API (its folder's)", OPT_STR,
       AT(served_name), 0, SERVE, 0, 0 },
     { "--cors", "ORIGIN", "allowed browser origin, or off (*)", OPT_STR, AT(cors), 0,
@@ -206,6 +216,15 @@ static int set_num(const option *o, const char *value, double *out, hx_err *err)
     return 0;
 }
 
+static int add_word(const option *o, const char *value, cli_list *out, hx_err *err)
+{
+    if (out->n == (int32_t)HX_LEN(out->p))
+        return hx_fail(err, HX_ELIMIT, "%s: more than %zu times", o->name,
+                       HX_LEN(out->p));
+    out->p[out->n++] = value;
+    return 0;
+}
+
 static int set_option(hx_cli *c, const option *o, const char *value, hx_err *err)
 {
     char *at = (char *)c + o->offset;
@@ -223,6 +242,8 @@ static int set_option(hx_cli *c, const option *o, const char *value, hx_err *err
         return set_int(o, value, (int64_t *)(void *)at, err);
     case OPT_NUM:
         return set_num(o, value, (double *)(void *)at, err);
+    case OPT_LIST:
+        return add_word(o, value, (cli_list *)(void *)at, err);
     case OPT_SIZE:
         return hx_parse_size(value, (uint64_t *)(void *)at, err);
     }

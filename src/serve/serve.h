@@ -15,10 +15,14 @@ typedef struct hx_pump hx_pump;
 
 /* Zero is a good default everywhere. Strings are copied. */
 typedef struct {
-    const char *host; /* NULL: "127.0.0.1" */
-    int32_t port;     /* 0 picks a free one */
-    const char
-        *api_key; /* NULL: open; else needed everywhere but /health and preflights */
+    const char *host;               /* NULL: "127.0.0.1" */
+    int32_t port;                   /* 0 picks a free one */
+    const char *unix_path;          /* a unix socket instead of host and port */
+    const char *tls_cert, *tls_key; /* PEM files; NULL: no TLS */
+    const char *api_key; /* NULL: open; else lines KEY or NAME=KEY, one of which is needed
+                          * everywhere but for /health and preflights */
+    const char *admin_key;   /* NULL: every key may do all; else the one that may do what
+                            * concerns the server itself */
     const char *served_name; /* NULL: the model's */
     const char *cors;        /* allowed origin; NULL: "*"; "off": none */
     bool official_tokens;    /* see hx_render_opt */
@@ -44,15 +48,17 @@ void hx_server_close(hx_server *s);
 
 /* Limits; 0 takes the default in brackets. */
 typedef struct {
-    const char *host;         /* ["127.0.0.1"] */
-    int32_t port;             /* 0 picks a free one */
-    const char *cors;         /* allowed origin ["*"]; "off": no CORS headers */
-    size_t max_head_bytes;    /* [32 KiB] else 431 */
-    size_t max_body_bytes;    /* [32 MiB] else 413, before it is read */
-    size_t max_queue_bytes;   /* [1 MiB] written but not taken by the client */
-    int32_t max_connections;  /* [4096] else 503 and close */
-    int32_t head_ms, body_ms; /* [10 s, 60 s] to arrive, else 408 */
-    int32_t idle_ms;          /* [75 s] between requests of a connection */
+    const char *host;               /* ["127.0.0.1"] */
+    int32_t port;                   /* 0 picks a free one */
+    const char *unix_path;          /* a unix socket instead of host and port */
+    const char *tls_cert, *tls_key; /* PEM files; NULL: no TLS */
+    const char *cors;               /* allowed origin ["*"]; "off": no CORS headers */
+    size_t max_head_bytes;          /* [32 KiB] else 431 */
+    size_t max_body_bytes;          /* [32 MiB] else 413, before it is read */
+    size_t max_queue_bytes;         /* [1 MiB] written but not taken by the client */
+    int32_t max_connections;        /* [4096] else 503 and close */
+    int32_t head_ms, body_ms;       /* [10 s, 60 s] to arrive, else 408 */
+    int32_t idle_ms;                /* [75 s] between requests of a connection */
     int32_t keepalive_ms; /* [10 s] silence on a begun stream before a comment is sent */
     int32_t stall_ms;     /* [60 s] without taking a byte of what waits, then closed */
 } hx_http_opt;
@@ -116,6 +122,19 @@ hx_http_state hx_http_send(hx_exchange *x, hx_str bytes);
 void hx_http_flush(hx_http *h);   /* any thread */
 void hx_http_end(hx_exchange *x); /* ends an event stream */
 
+/* ---- keys.c: who may use the server -------------------------------------- */
+
+typedef struct hx_keys hx_keys;
+typedef enum { HX_ACCESS_YES, HX_ACCESS_UNKNOWN, HX_ACCESS_NOT_ADMIN } hx_access;
+
+/* lines: see hx_server_opt.api_key; lines that begin with # do not count. Both NULL: *out
+ * is NULL, which lets everyone in. Errors: HX_EARG, HX_ELIMIT, HX_ENOMEM. */
+int hx_keys_open(hx_keys **out, const char *lines, const char *admin, hx_err *err);
+void hx_keys_close(hx_keys *k);
+/* given: what the client sent, {NULL, 0}: nothing. *name, borrowed: whose key it is, or
+ * NULL. */
+hx_access hx_keys_check(const hx_keys *k, hx_str given, bool admin, const char **name);
+
 /* ---- server.c: routes, workers, what every route needs ------------------- */
 
 /* A request that fails before its answer has begun: a status and an error body. */
@@ -156,6 +175,7 @@ struct hx_call {
     bool bare;        /* POST without a body */
 
     /* For the log; the exchange ends before it is written. */
+    const char *key; /* the name of the client's key, or NULL */
     char method[16], path[200];
     int64_t start_us;
     int status;                 /* of the answer */

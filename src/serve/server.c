@@ -28,7 +28,8 @@ typedef struct {
 struct hx_server {
     hx_http *http;
     hx_pump *pump;
-    char *api_key, *served_name; /* NULL: none */
+    hx_keys *keys;     /* NULL: open */
+    char *served_name; /* NULL: none */
     bool official_tokens;
     int32_t drain_ms;
     int64_t created_s;
@@ -56,6 +57,7 @@ struct route {
     hx_route_fn *run;
     hx_problem_fn *problem; /* NULL: as OpenAI shapes errors */
     bool bare;              /* POST without a body */
+    bool admin;             /* needs the admin key where there is one */
     bool open;              /* needs no key */
     bool early;             /* works without an engine, on the loop thread */
 };
@@ -398,7 +400,7 @@ static const route routes[] = {
     { .method = "GET", .path = "/health", .open = true, .early = true },
     { .method = "GET", .path = "/models", .run = models },
     { .method = "GET", .path = "/models/", .run = model },
-    { .method = "GET", .path = "/metrics", .run = metrics },
+    { .method = "GET", .path = "/metrics", .run = metrics, .admin = true },
     { .method = "POST", .path = "/chat/completions", .run = hx_openai_chat },
     { .method = "POST", .path = "/completions", .run = hx_completions },
     { .method = "POST", .path = "/tokenize", .run = tokenize },
@@ -412,10 +414,14 @@ static const route routes[] = {
     { .method = "GET", .path = "/get_model_info", .run = hx_sglang_model_info },
     { .method = "GET", .path = "/server_info", .run = hx_sglang_server_info },
     { .method = "GET", .path = "/get_server_info", .run = hx_sglang_server_info },
-    { .method = "GET", .path = "/flush_cache", .run = hx_sglang_flush_cache },
+    { .method = "GET",
+      .path = "/flush_cache",
+      .run = hx_sglang_flush_cache,
+      .admin = true },
     { .method = "POST",
       .path = "/flush_cache",
       .run = hx_sglang_flush_cache,
+      .admin = true,
       .bare = true },
     { .method = "POST", .path = "/api/chat", .run = hx_ollama_chat, OLLAMA },
     { .method = "POST", .path = "/api/generate", .run = hx_ollama_generate, OLLAMA },
@@ -456,31 +462,36 @@ static const route *find_route(hx_str method, hx_str path)
     return other;
 }
 
-/* Takes as long for a key that is nearly right as for any other of its length. */
-static bool same_key(const char *key, hx_str given)
-{
-    const size_t n = strlen(key);
-    size_t diff = n ^ given.n;
-
-    for (size_t i = 0; i < given.n; i++)
-        diff |=
-            (size_t)((unsigned char)given.p[i] ^ (unsigned char)key[n > 0 ? i % n : 0]);
-    return diff == 0;
-}
-
-static bool has_key(const hx_server *s, const hx_exchange *x)
+static hx_str given_key(const hx_exchange *x)
 {
     hx_str key = hx_http_header(x, "authorization");
 
-    if (key.n > 7 && strncasecmp(key.p, "bearer ", 7) == 0) {
-        key.p += 7;
-        key.n -= 7;
-        while (key.n > 0 && *key.p == ' ')
-            key.p++, key.n--;
-    } else {
-        key = hx_http_header(x, "x-api-key");
+    if (key.n <= 7 || strncasecmp(key.p, "bearer ", 7) != 0)
+        return hx_http_header(x, "x-api-key");
+    key.p += 7;
+    key.n -= 7;
+    while (key.n > 0 && *key.p == ' ')
+        key.p++, key.n--;
+    return key;
+}
+
+/* Unknown paths are told only to who has a key. */
+static int check_key(hx_server *s, const route *r, hx_call *c)
+{
+    if (s->keys == NULL || (r != NULL && r->open))
+        return 0;
+    switch (hx_keys_check(s->keys, given_key(c->x), r != NULL && r->admin, &c->key)) {
+    case HX_ACCESS_UNKNOWN:
+        return hx_server_problem(
+            c, 401, NULL, "invalid_api_key",
+            "API key: missing or wrong; send Authorization: Bearer KEY");
+    case HX_ACCESS_NOT_ADMIN:
+        return hx_server_problem(c, 403, NULL, "forbidden",
+                                 "API key: this path takes the admin key only");
+    case HX_ACCESS_YES:
+        break;
     }
-    return key.p != NULL && same_key(s->api_key, key);
+    return 0;
 }
 
 static void log_call(const hx_call *c)
@@ -488,18 +499,18 @@ static void log_call(const hx_call *c)
     const size_t n = strlen(c->path);
     const bool quiet = n >= 7 && strcmp(c->path + n - 7, "/health") == 0;
 
-    hx_log(quiet ? HX_LOG_DEBUG : HX_LOG_INFO, "%s %s %d, %lld + %lld tokens, %.1f ms",
-           c->method, c->path, c->status, (long long)c->n_prompt, (long long)c->n_answer,
-           (double)(hx_now_us() - c->start_us) / 1e3);
+    hx_log(quiet ? HX_LOG_DEBUG : HX_LOG_INFO,
+           "%s %s %d, %lld + %lld tokens, %.1f ms%s%s", c->method, c->path, c->status,
+           (long long)c->n_prompt, (long long)c->n_answer,
+           (double)(hx_now_us() - c->start_us) / 1e3, c->key != NULL ? ", " : "",
+           c->key != NULL ? c->key : "");
 }
 
 /* Notes why a request cannot be handed to a worker; 0 when it can. */
 static int refuse(hx_server *s, const hx_exchange *x, const route *r, hx_call *c)
 {
-    if (s->api_key != NULL && (r == NULL || !r->open) && !has_key(s, x))
-        return hx_server_problem(
-            c, 401, NULL, "invalid_api_key",
-            "API key: missing or wrong; send Authorization: Bearer KEY");
+    if (check_key(s, r, c) != 0)
+        return HX_EARG;
     if (r == NULL)
         return hx_server_problem(c, 404, NULL, "not_found", "no such path: %.*s",
                                  (int)HX_MIN(x->path.n, 100u), x->path.p);
@@ -747,6 +758,9 @@ int hx_server_open(hx_server **out, const hx_server_opt *opt, hx_err *err)
 {
     const hx_http_opt http = { .host = opt->host,
                                .port = opt->port,
+                               .unix_path = opt->unix_path,
+                               .tls_cert = opt->tls_cert,
+                               .tls_key = opt->tls_key,
                                .cors = opt->cors,
                                .max_body_bytes = opt->max_body_bytes,
                                .max_connections = opt->max_connections };
@@ -769,19 +783,13 @@ int hx_server_open(hx_server **out, const hx_server_opt *opt, hx_err *err)
     s->created_s = (int64_t)time(NULL);
     if (getrandom(&s->seed, sizeof s->seed, 0) != (ssize_t)sizeof s->seed)
         s->seed = (uint64_t)hx_now_us();
-    s->api_key = dup_str(opt->api_key);
     s->served_name = dup_str(opt->served_name);
-    if ((opt->api_key != NULL && s->api_key == NULL) ||
-        (opt->served_name != NULL && s->served_name == NULL)) {
+    if (opt->served_name != NULL && s->served_name == NULL) {
         rc = hx_fail(err, HX_ENOMEM, "server: no memory");
         goto fail;
     }
-    if (opt->api_key != NULL && *opt->api_key == '\0') {
-        rc = hx_fail(err, HX_EARG,
-                     "API key: empty; leave the option out for an open server");
-        goto fail;
-    }
-    if ((rc = hx_http_open(&s->http, &http, route_request, s, err)) != 0 ||
+    if ((rc = hx_keys_open(&s->keys, opt->api_key, opt->admin_key, err)) != 0 ||
+        (rc = hx_http_open(&s->http, &http, route_request, s, err)) != 0 ||
         (rc = hx_gen_open_pump(&s->pump, s->http, err)) != 0)
         goto fail;
     *out = s;
@@ -842,7 +850,7 @@ void hx_server_close(hx_server *s)
     pthread_cond_destroy(&s->work);
     pthread_cond_destroy(&s->gone);
     pthread_mutex_destroy(&s->lock);
-    hx_free(s->api_key);
+    hx_keys_close(s->keys);
     hx_free(s->served_name);
     hx_free(s);
 }
