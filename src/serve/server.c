@@ -550,7 +550,10 @@ static void route_request(void *ud, hx_exchange *x)
     snprintf(c.method, sizeof c.method, "%.*s", (int)HX_MIN(x->method.n, 15u),
              x->method.p);
     snprintf(c.path, sizeof c.path, "%.*s", (int)HX_MIN(x->path.n, 199u), x->path.p);
-    c.put_problem = r != NULL ? r->problem : NULL;
+    if (r != NULL)
+        c.put_problem = r->problem;
+    else if (x->path.n > 5 && memcmp(x->path.p, "/api/", 5) == 0)
+        c.put_problem = hx_ollama_write_problem;
     if (refuse(s, x, r, &c) == 0) {
         if (r->early) {
             answer_early(&c, r);
