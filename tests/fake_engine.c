@@ -159,7 +159,6 @@ int hx_render(hx_engine *e, hx_str json, const hx_render_opt *opt, int32_t **out
     hx_sb b = { 0 };
     int rc;
 
-    (void)text_out;
     *out = NULL;
     *n_out = 0;
     if ((rc = hx_json_parse(&vars, json, 128, err)) != 0)
@@ -199,6 +198,10 @@ int hx_render(hx_engine *e, hx_str json, const hx_render_opt *opt, int32_t **out
     const int64_t n = hx_tokenize(e, (hx_str) { b.p, b.n }, true, NULL, 0);
     *out = hx_new(int32_t, n + 1);
     *n_out = hx_tokenize(e, (hx_str) { b.p, b.n }, true, *out, n);
+    if (text_out != NULL) {
+        *text_out = hx_alloc(b.n + 1);
+        memcpy(*text_out, b.p, b.n);
+    }
     hx_sb_free(&b);
     return 0;
 }

@@ -150,7 +150,7 @@ await test('format', async () => {
     const r = JSON.parse((await chat('Make up a person.', { format: schema, options: { num_predict: 300 } }))
         .message.content);
     assert.deepEqual(Object.keys(r), ['name', 'age']);
-    JSON.parse((await chat('Hello!', { format: 'json', think: false, options: { num_predict: 400 } })).message.content);
+    JSON.parse((await chat('Hello!', { format: 'json', options: { num_predict: 400 } })).message.content);
     await refused(chat('x', { format: 'xml' }), 400, /format/);
     await refused(chat('x', { format: { not: {} } }), 400, /not/);
 });

@@ -88,6 +88,18 @@ static void put_images(hx_sb *b, const hx_json *content, const hx_json *images)
     hx_sb_char(b, ']');
 }
 
+static int check_images(hx_call *c, const hx_json *owner, const char *param)
+{
+    const hx_json *images = hx_params_get(owner, "images");
+    bool ok = images == NULL || hx_json_kind(images) == HX_JSON_ARRAY;
+
+    for (size_t i = 0; ok && i < hx_json_len(images); i++)
+        ok = hx_json_kind(hx_json_at(images, i)) == HX_JSON_STRING;
+    return ok ? 0
+              : hx_server_problem(c, 400, param, "invalid_type",
+                                  "%s: expected a list of base64 strings", param);
+}
+
 /* Ids of calls are made up: here a call's answer follows it in order. */
 static void put_calls(hx_sb *b, const hx_json *calls)
 {
@@ -438,11 +450,13 @@ static int read_format(ollama *o)
 static int read_raw(ollama *o, bool raw)
 {
     hx_call *c = o->c;
-    hx_str prompt = HX_STR(""), suffix = HX_STR("");
+    hx_str prompt = HX_STR(""), suffix = HX_STR(""), system;
     int rc;
 
     if ((rc = hx_params_str(c, c->body, "prompt", &prompt)) != 0 ||
-        (rc = hx_params_str(c, c->body, "suffix", &suffix)) != 0)
+        (rc = hx_params_str(c, c->body, "suffix", &suffix)) != 0 ||
+        (rc = hx_params_str(c, c->body, "system", &system)) != 0 ||
+        (rc = check_images(c, c->body, "images")) != 0)
         return rc;
     if (!raw && suffix.n == 0) {
         o->req.chat = true;
@@ -470,6 +484,21 @@ static int answer_load(ollama *o)
     return 0;
 }
 
+static int check_message_images(hx_call *c)
+{
+    const hx_json *messages = hx_params_get(c->body, "messages");
+    char param[40];
+    int rc;
+
+    for (size_t i = 0;
+         hx_json_kind(messages) == HX_JSON_ARRAY && i < hx_json_len(messages); i++) {
+        snprintf(param, sizeof param, "messages[%zu].images", i);
+        if ((rc = check_images(c, hx_json_at(messages, i), param)) != 0)
+            return rc;
+    }
+    return 0;
+}
+
 static int read_request(ollama *o)
 {
     hx_call *c = o->c;
@@ -485,9 +514,7 @@ static int read_request(ollama *o)
         (rc = hx_params_bool(c, c->body, "raw", &raw)) != 0 ||
         (rc = read_options(o)) != 0 || (rc = read_format(o)) != 0)
         return rc;
-    if (!o->message && (rc = read_raw(o, raw)) != 0)
-        return rc;
-    return 0;
+    return o->message ? check_message_images(c) : read_raw(o, raw);
 }
 
 static int run(ollama *o, bool load)

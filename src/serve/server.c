@@ -343,7 +343,7 @@ static int tokenize(hx_call *c)
 
     if (hx_params_get(c->body, "messages") != NULL)
         return tokenize_chat(c);
-    for (size_t i = 0; i < HX_LEN(names) && text.p == NULL; i++)
+    for (size_t i = HX_LEN(names); i-- > 0;) /* the first wins */
         if ((rc = hx_params_str(c, c->body, names[i], &text)) != 0)
             return rc;
     if (text.p == NULL)
