@@ -20,7 +20,7 @@ typedef struct {
     const char *prompt, *ids, *out, *positions, *json;
     const char *host, *served_name, *cors, *device, *isa, *cpus, *kv;
     cli_list api_keys;
-    const char *api_key_file, *admin_key, *unix_path, *tls_cert, *tls_key, *url;
+    const char *api_key_file, *admin_key, *unix_path, *tls_cert, *tls_key, *url, *home;
     int64_t port, ctx, threads, streams, queue, n, seed;
     uint64_t cache;
     double temp;
