@@ -3,6 +3,7 @@
 #   make            the program, build/hoist
 #   make serve      serve the bundled demo model on 127.0.0.1:30000
 #   make test       all tests that need no GPU      SAN=address,undefined | SAN=thread
+#   make scorecard  docs/scorecard.md: what passes, per dialect and feature
 #   make check      layers, sizes, banned functions, formatting
 #   make portable   build/hoist-portable: libraries linked in, for any x86-64 glibc >= 2.36
 #   make fuzz       every fuzz target for FUZZ_SECONDS each
@@ -63,7 +64,7 @@ TESTBIN := $(patsubst %.c,$(BUILD)/test/%,$(notdir $(TESTS)))
 
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: all serve deps deps-test test test-gpu test-unit test-ops test-tiny test-run check portable fuzz bench \
+.PHONY: all serve deps deps-test test test-gpu test-unit test-ops test-tiny test-run check scorecard portable fuzz bench \
         man install clean format
 
 all: $(BUILD)/hoist
@@ -172,6 +173,10 @@ test-gpu:
 
 check:
 	@tools/check.sh
+
+scorecard: deps-test
+	@$(MAKE) --no-print-directory $(BUILD)/hoist
+	@tests/scorecard.sh $(BUILD)
 
 # One file that needs only glibc, with machine code for every GPU that it runs on.
 STATIC_LIBS := -Wl,-Bstatic -luv_a -ljson-c -lpcre2-8 -lutf8proc $(TLS_LIBS) $(if $(CUDA_LIBS),$(CUDA_LIBS) -lstdc++) \
