@@ -300,7 +300,7 @@ def test_mutated_requests():
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     s.sendall(data[:cut])
                     s.sendall(data[cut:])
-                    s.shutdown(socket.SHUT_WR)          # half closed: the answer still comes
+                    s.shutdown(socket.SHUT_WR)          # half closed counts as leaving
                     answer = b''
                     while piece := s.recv(65536):
                         answer += piece

@@ -185,6 +185,17 @@ await test('generate', async () => {
     assert.equal(raw.response, ' there was a quiet writer named');
 });
 
+await test('embed', async () => {
+    const r = await client.embed({ model, input: ['a king', 'a queen'] });
+    assert.equal(r.embeddings.length, 2);
+    assert.ok(Math.abs(r.embeddings[0].reduce((s, x) => s + x * x, 0) - 1) < 1e-5);
+    assert.ok(r.prompt_eval_count >= 4);
+    const one = await client.embeddings({ model, prompt: 'a queen' });
+    assert.deepEqual(one.embedding, r.embeddings[1]);
+    await refused(client.embed({ model, input: 5 }), 400, /input/);
+    await refused(client.embed({ model, input: 'x', dimensions: 8 }), 400, /dimensions/);
+});
+
 await test('load', async () => {
     const r = await client.generate({ model, prompt: '' });
     assert.equal(r.done_reason, 'load');
@@ -195,6 +206,7 @@ await test('errors', async () => {
     await refused(client.chat({ model, messages: [5] }), 400, /messages/);
     await refused(client.chat({ model, messages: [{ role: 'king', content: 'x' }] }), 400, /role/);
     await refused(chat('word '.repeat(40000)), 400, /context/);
+    await refused(client.generate({ model, prompt: 'x', template: '{{ x }}' }), 400, /template/);
     await refused(client.pull({ model: 'x' }), 404, /no such path/);
     const bad = await fetch(`${host}/api/chat`, { method: 'POST', body: '{' });
     assert.equal(bad.status, 400);

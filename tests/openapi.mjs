@@ -174,6 +174,8 @@ await test('ollama', async () => {
         await exchange('POST', '/api/generate', { model, stream });
         await exchange('POST', '/api/chat', { model, messages: [], stream });
     }
+    await exchange('POST', '/api/embed', { model, input: ['a', 'b'] });
+    await exchange('POST', '/api/embeddings', { model, prompt: 'a' });
     await exchange('POST', '/api/show', { model });
     await exchange('POST', '/api/show', { model: 'nothing' }, { status: 404 });
 });
@@ -206,6 +208,7 @@ const base = { '/v1/chat/completions': { messages: user('x'), max_tokens: 1 },
                '/tokenize': { content: 'x' }, '/detokenize': { tokens: [5] }, '/apply-template': { messages: user('x') },
                '/generate': { text: 'x', sampling_params: { max_new_tokens: 1 } },
                '/api/chat': { messages: user('x'), options: { num_predict: 1 } },
+               '/api/embed': { input: 'x' }, '/api/embeddings': { prompt: 'x' },
                '/api/generate': { prompt: 'x', options: { num_predict: 1 } }, '/api/show': { model } };
 
 function resolve(schema) {

@@ -209,7 +209,9 @@ def test_refused():
             ({**P, 'top_logprobs_num': 21}, 'top_logprobs_num'), ({**P, 'rid': 5}, 'rid'),
             ({**P, 'token_ids_logprob': [99999]}, 'token_ids_logprob'),
             ({**P, 'return_logprob': True, 'token_ids_logprob': [1]}, 'token_ids_logprob'),
-            ({**P, 'image_data': 'x'}, 'image_data')):
+            ({**P, 'sampling_params': {'stop_regex': 'a'}}, 'sampling_params.stop_regex'),
+            ({**P, 'sampling_params': {'no_stop_trim': True}}, 'sampling_params.no_stop_trim'),
+            ({**P, 'image_data': 'x'}, 'image_data'), ({**P, 'lora_path': 'x'}, 'lora_path')):
         refused('/generate', body, param)
     status, answer = call('/generate', {'input_ids': [5] * 40000})
     assert status == 400 and answer['error']['code'] == 'context_length_exceeded'
@@ -379,9 +381,11 @@ def test_client_stream_rate():
             elif e['choices']:
                 total += len(e['choices'][0]['delta'].get('content') or '')
             seen.append((t, total))
-        span = seen[-1][0] - seen[0][0]
-        half = max((n for t, n in seen if t <= seen[0][0] + span / 2), default=0) / total
-        assert total > 200 and 0.3 <= half <= 0.7, (name, total, half)
+        start, end = seen[0][0], seen[-1][0]
+        share = lambda part: max((n for t, n in seen if t <= start + (end - start) * part), default=0) / total
+        # The tool's bounds are 0.40 and 0.90 of an answer that takes a minute; this one takes a second
+        # on a machine that may be busy.
+        assert total > 200 and share(0.5) >= 0.3 and share(0.9) >= 0.7, (name, total, share(0.5), share(0.9))
 
 
 def test_client_bench_decode():

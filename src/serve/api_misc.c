@@ -20,12 +20,14 @@ static int reply(hx_call *c, hx_sb *b)
 
 /* ---- embeddings --------------------------------------------------------- */
 
-typedef struct {
+typedef struct embedding embedding;
+struct embedding {
     hx_prompts inputs;
+    void (*put)(hx_sb *b, const hx_call *c, const embedding *e); /* the answer */
     bool base64;
     float *vector; /* [inputs.n, width] */
     hx_str model;
-} embedding;
+};
 
 /* The mean over all positions of the state after the last norm, of length 1. Sums in
  * double: the order of a long input's additions must not show. */
@@ -100,10 +102,51 @@ static void put_vector(hx_sb *b, const embedding *e, const float *v, int64_t wid
     hx_sb_char(b, ']');
 }
 
+static void put_openai(hx_sb *b, const hx_call *c, const embedding *e)
+{
+    const int64_t width = c->info->width;
+
+    hx_sb_str(b, "{\"object\":\"list\",\"data\":[");
+    for (int32_t i = 0; i < e->inputs.n; i++) {
+        hx_sb_printf(b, "%s{\"object\":\"embedding\",\"index\":%d,\"embedding\":",
+                     i > 0 ? "," : "", i);
+        put_vector(b, e, e->vector + i * width, width);
+        hx_sb_char(b, '}');
+    }
+    hx_sb_str(b, "],\"model\":");
+    hx_json_put_str(b, e->model);
+    hx_sb_printf(b, ",\"usage\":{\"prompt_tokens\":%lld,\"total_tokens\":%lld}}",
+                 (long long)c->n_prompt, (long long)c->n_prompt);
+}
+
+static void put_ollama(hx_sb *b, const hx_call *c, const embedding *e)
+{
+    const int64_t width = c->info->width;
+
+    hx_sb_str(b, "{\"model\":");
+    hx_json_put_str(b, e->model);
+    hx_sb_str(b, ",\"embeddings\":[");
+    for (int32_t i = 0; i < e->inputs.n; i++) {
+        if (i > 0)
+            hx_sb_char(b, ',');
+        put_vector(b, e, e->vector + i * width, width);
+    }
+    hx_sb_printf(b,
+                 "],\"total_duration\":%lld,\"load_duration\":0,\"prompt_eval_count\":"
+                 "%lld}",
+                 (long long)(hx_now_us() - c->start_us) * 1000, (long long)c->n_prompt);
+}
+
+static void put_ollama_one(hx_sb *b, const hx_call *c, const embedding *e)
+{
+    hx_sb_str(b, "{\"embedding\":");
+    put_vector(b, e, e->vector, c->info->width);
+    hx_sb_char(b, '}');
+}
+
 static int embed_all(hx_call *c)
 {
     embedding *e = c->state;
-    const int64_t width = c->info->width;
     hx_sb b = { 0 };
     int rc;
 
@@ -115,21 +158,11 @@ static int embed_all(hx_call *c)
         if ((rc = embed(c, e, i)) != 0)
             return rc;
     }
-    hx_sb_str(&b, "{\"object\":\"list\",\"data\":[");
-    for (int32_t i = 0; i < e->inputs.n; i++) {
-        hx_sb_printf(&b, "%s{\"object\":\"embedding\",\"index\":%d,\"embedding\":",
-                     i > 0 ? "," : "", i);
-        put_vector(&b, e, e->vector + i * width, width);
-        hx_sb_char(&b, '}');
-    }
-    hx_sb_str(&b, "],\"model\":");
-    hx_json_put_str(&b, e->model);
-    hx_sb_printf(&b, ",\"usage\":{\"prompt_tokens\":%lld,\"total_tokens\":%lld}}",
-                 (long long)c->n_prompt, (long long)c->n_prompt);
+    e->put(&b, c, e);
     return reply(c, &b);
 }
 
-static int check_embedding(hx_call *c, const embedding *e)
+static int check_embedding(hx_call *c, const char *param, const embedding *e)
 {
     const hx_generate as_prompts = { .prompt = e->inputs.prompt,
                                      .n_prompt = e->inputs.n,
@@ -142,43 +175,40 @@ static int check_embedding(hx_call *c, const embedding *e)
         return hx_server_problem(c, 400, "model", "unsupported_value",
                                  "model: this one gives no hidden states");
     if ((rc = hx_gen_check(c, &as_prompts)) != 0) {
-        snprintf(c->problem.param, sizeof c->problem.param, "input");
+        snprintf(c->problem.param, sizeof c->problem.param, "%s", param);
         return rc;
     }
     for (int32_t i = 0; i < e->inputs.n; i++) {
         c->n_prompt += e->inputs.prompt[i].n;
         if (e->inputs.prompt[i].n > most)
-            return hx_server_problem(c, 400, "input", "invalid_value",
-                                     "input[%d]: %lld tokens, at most %lld", i,
+            return hx_server_problem(c, 400, param, "invalid_value",
+                                     "%s[%d]: %lld tokens, at most %lld", param, i,
                                      (long long)e->inputs.prompt[i].n, (long long)most);
     }
     return 0;
 }
 
-int hx_embeddings(hx_call *c)
+static int open_embedding(hx_call *c, embedding **out)
 {
-    embedding *e = hx_arena_alloc(&c->arena, sizeof *e);
-    hx_str format = HX_STR("float");
+    *out = hx_arena_alloc(&c->arena, sizeof **out);
+    if (*out == NULL)
+        return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
+    (*out)->model = hx_server_model_name(c->server);
+    return hx_params_str(c, c->body, "model", &(*out)->model);
+}
+
+/* param: the field that holds what is to be embedded. */
+static int begin_embedding(hx_call *c, const char *param, int kinds, embedding *e)
+{
     int rc;
 
-    if (e == NULL)
-        return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
-    e->model = hx_server_model_name(c->server);
-    if ((rc = hx_params_str(c, c->body, "model", &e->model)) != 0 ||
-        (rc = hx_params_str(c, c->body, "encoding_format", &format)) != 0)
-        return rc;
-    e->base64 = hx_str_is(format, "base64");
-    if (!e->base64 && !hx_str_is(format, "float"))
-        return hx_server_problem(c, 400, "encoding_format", "invalid_value",
-                                 "encoding_format: expected \"float\" or \"base64\"");
     if (hx_params_get(c->body, "dimensions") != NULL)
         return hx_server_problem(c, 400, "dimensions", "unsupported_value",
                                  "dimensions: this model's vectors have %d numbers and "
                                  "cannot be shortened",
                                  c->info->width);
-    if ((rc = hx_prompts_read(c, "input", HX_PROMPT_TEXT | HX_PROMPT_IDS, false,
-                              &e->inputs)) != 0 ||
-        (rc = check_embedding(c, e)) != 0)
+    if ((rc = hx_prompts_read(c, param, kinds, false, &e->inputs)) != 0 ||
+        (rc = check_embedding(c, param, e)) != 0)
         return rc;
     e->vector = hx_arena_alloc(&c->arena, (size_t)e->inputs.n * (size_t)c->info->width *
                                               sizeof *e->vector);
@@ -186,6 +216,47 @@ int hx_embeddings(hx_call *c)
         return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
     c->state = e;
     return hx_server_defer(c, embed_all);
+}
+
+int hx_embeddings(hx_call *c)
+{
+    hx_str format = HX_STR("float");
+    embedding *e;
+    int rc;
+
+    if ((rc = open_embedding(c, &e)) != 0 ||
+        (rc = hx_params_str(c, c->body, "encoding_format", &format)) != 0)
+        return rc;
+    e->base64 = hx_str_is(format, "base64");
+    if (!e->base64 && !hx_str_is(format, "float"))
+        return hx_server_problem(c, 400, "encoding_format", "invalid_value",
+                                 "encoding_format: expected \"float\" or \"base64\"");
+    e->put = put_openai;
+    return begin_embedding(c, "input", HX_PROMPT_TEXT | HX_PROMPT_IDS, e);
+}
+
+int hx_embeddings_ollama(hx_call *c)
+{
+    embedding *e;
+    const int rc = open_embedding(c, &e);
+
+    if (rc != 0)
+        return rc;
+    e->put = put_ollama;
+    return begin_embedding(c, "input", HX_PROMPT_TEXT, e);
+}
+
+int hx_embeddings_ollama_one(hx_call *c)
+{
+    hx_str prompt;
+    embedding *e;
+    int rc;
+
+    if ((rc = open_embedding(c, &e)) != 0 ||
+        (rc = hx_params_str(c, c->body, "prompt", &prompt)) != 0)
+        return rc;
+    e->put = put_ollama_one;
+    return begin_embedding(c, "prompt", HX_PROMPT_TEXT, e);
 }
 
 /* ---- the chat template, properties --------------------------------------- */

@@ -499,6 +499,35 @@ static int check_message_images(hx_call *c)
     return 0;
 }
 
+/* Whether it says nothing: false, 0, "" or nothing at all. */
+static bool is_off(const hx_json *v)
+{
+    switch (hx_json_kind(v)) {
+    case HX_JSON_NULL:
+        return true;
+    case HX_JSON_STRING:
+        return hx_json_str(v).n == 0;
+    case HX_JSON_BOOL:
+        return !hx_json_bool(v, true);
+    case HX_JSON_INT:
+        return hx_json_int(v, 1) == 0;
+    default:
+        return false;
+    }
+}
+
+/* What would change the answer and cannot be done. */
+static int refuse_fields(hx_call *c)
+{
+    static const char *const names[] = { "template", "logprobs", "top_logprobs" };
+
+    for (size_t i = 0; i < HX_LEN(names); i++)
+        if (!is_off(hx_params_get(c->body, names[i])))
+            return hx_server_problem(c, 400, names[i], "unsupported_value",
+                                     "%s: not supported", names[i]);
+    return 0;
+}
+
 static int read_request(ollama *o)
 {
     hx_call *c = o->c;
@@ -512,7 +541,8 @@ static int read_request(ollama *o)
     if ((rc = hx_params_str(c, c->body, "model", &o->req.model)) != 0 ||
         (rc = hx_params_bool(c, c->body, "stream", &o->req.stream)) != 0 ||
         (rc = hx_params_bool(c, c->body, "raw", &raw)) != 0 ||
-        (rc = read_options(o)) != 0 || (rc = read_format(o)) != 0)
+        (rc = refuse_fields(c)) != 0 || (rc = read_options(o)) != 0 ||
+        (rc = read_format(o)) != 0)
         return rc;
     return o->message ? check_message_images(c) : read_raw(o, raw);
 }

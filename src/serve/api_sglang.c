@@ -456,12 +456,17 @@ static int read_grammar(hx_call *c, const hx_json *s, hx_generate *g)
         { "regex", "sampling_params.regex", HX_GRAMMAR_REGEX },
         { "ebnf", "sampling_params.ebnf", HX_GRAMMAR_EBNF },
     };
+    static const char *const names[] = { "structural_tag", "stop_regex", "no_stop_trim",
+                                         "custom_params" };
     int rc;
 
-    if (hx_params_get(s, "structural_tag") != NULL)
-        return hx_server_problem(c, 400, "structural_tag", "unsupported_value",
-                                 "structural_tag: not supported; use json_schema, regex "
-                                 "or ebnf");
+    for (size_t i = 0; i < HX_LEN(names); i++) {
+        const hx_json *v = hx_params_get(s, names[i]);
+
+        if (v != NULL && (hx_json_kind(v) != HX_JSON_BOOL || hx_json_bool(v, false)))
+            return hx_server_problem(c, 400, names[i], "unsupported_value",
+                                     "sampling_params.%s: not supported", names[i]);
+    }
     for (size_t i = 0; i < HX_LEN(kinds); i++) {
         const hx_json *v = hx_params_get(s, kinds[i].name);
         const bool schema = kinds[i].kind == HX_GRAMMAR_JSON_SCHEMA;
@@ -549,8 +554,9 @@ static int read_logprobs(request *t)
 
 static int read_prompts(request *t)
 {
-    static const char *const media[] = { "image_data", "video_data", "audio_data",
-                                         "input_embeds" };
+    static const char *const media[] = { "image_data", "video_data",
+                                         "audio_data", "input_embeds",
+                                         "lora_path",  "custom_logit_processor" };
     hx_call *c = t->c;
     const bool text = hx_params_get(c->body, "text") != NULL;
     const bool ids = hx_params_get(c->body, "input_ids") != NULL;
@@ -558,8 +564,7 @@ static int read_prompts(request *t)
     for (size_t i = 0; i < HX_LEN(media); i++)
         if (hx_params_get(c->body, media[i]) != NULL)
             return hx_server_problem(c, 400, media[i], "unsupported_value",
-                                     "%s: not supported here; send text or input_ids",
-                                     media[i]);
+                                     "%s: not supported", media[i]);
     if (text == ids)
         return hx_server_problem(c, 400, text ? "input_ids" : "text",
                                  text ? "invalid_value" : "missing_required_parameter",

@@ -8,6 +8,7 @@
 #include <stdio.h>
 
 #define KEYS_MAX       256
+#define KEY_MAX_BYTES  512 /* what is compared with all keys, before anybody is let in */
 #define NAME_MAX_BYTES 32
 
 typedef struct {
@@ -52,6 +53,9 @@ static int add(hx_keys *k, hx_str line, bool admin, hx_err *err)
         return hx_fail(err, HX_ELIMIT, "API keys: more than %d", KEYS_MAX);
     e->key = n > 0 ? (hx_str) { line.p + n + 1, line.n - n - 1 } : line;
     e->admin = admin;
+    if (e->key.n > KEY_MAX_BYTES)
+        return hx_fail(err, HX_EARG, "API key %zu: %zu bytes, at most %d", k->n + 1,
+                       e->key.n, KEY_MAX_BYTES);
     for (size_t i = 0; i < e->key.n; i++)
         if (e->key.p[i] <= ' ' || e->key.p[i] > '~')
             return hx_fail(err, HX_EARG,
@@ -151,7 +155,7 @@ hx_access hx_keys_check(const hx_keys *k, hx_str given, bool admin, const char *
     *name = NULL;
     if (k == NULL)
         return HX_ACCESS_YES;
-    for (size_t i = 0; i < k->n; i++)
+    for (size_t i = 0; i < k->n && given.n <= KEY_MAX_BYTES; i++)
         if (same(k->entry[i].key, given))
             found = &k->entry[i];
     if (found != NULL)

@@ -105,7 +105,19 @@ static void test_many(void **state)
         assert_int_equal(check(k, key, false, name), HX_ACCESS_YES);
     }
     hx_keys_close(k);
-    hx_sb_str(&lines, "more");
+    lines.n = 0;
+    for (int i = 0; i < 512; i++)
+        hx_sb_char(&lines, 'k');
+    hx_keys *long_key;
+    assert_int_equal(hx_keys_open(&long_key, lines.p, NULL, &err), 0);
+    assert_int_equal(check(long_key, lines.p, false, "key 1"), HX_ACCESS_YES);
+    hx_sb_char(&lines, 'k');
+    assert_int_equal(check(long_key, lines.p, false, ""), HX_ACCESS_UNKNOWN);
+    hx_keys_close(long_key);
+    assert_int_equal(hx_keys_open(&long_key, lines.p, NULL, &err), HX_EARG);
+    lines.n = 0;
+    for (int i = 0; i < 257; i++)
+        hx_sb_printf(&lines, "key-%d\n", i);
     assert_int_equal(hx_keys_open(&k, lines.p, NULL, &err), HX_ELIMIT);
     hx_sb_free(&lines);
     assert_int_equal(hx_test_live_allocs(), 0);

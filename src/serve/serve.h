@@ -349,6 +349,8 @@ int hx_ollama_show(hx_call *c);
 int hx_ollama_version(hx_call *c);
 hx_problem_fn hx_ollama_write_problem;
 int hx_embeddings(hx_call *c);
+int hx_embeddings_ollama(hx_call *c);     /* /api/embed */
+int hx_embeddings_ollama_one(hx_call *c); /* /api/embeddings, the older one */
 int hx_misc_props(hx_call *c);
 int hx_misc_apply_template(hx_call *c);
 int hx_misc_openapi(hx_call *c);
