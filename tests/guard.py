@@ -50,9 +50,12 @@ def serve(*options, port=True):
             time.sleep(0.1)
         assert m, f'did not start: {text[-200:]}'
         yield (int(m[1].rsplit(':', 1)[1]) if port else None), p, log.name
-    finally:
         p.send_signal(signal.SIGTERM)
-        p.wait(60)
+        assert p.wait(60) == 0, f'ended with {p.returncode}: {open(log.name).read()[-500:]}'
+    finally:
+        if p.poll() is None:
+            p.kill()
+            p.wait()
         log.close()
 
 

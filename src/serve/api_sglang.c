@@ -172,8 +172,10 @@ static int score_prompt(request *t, int32_t i)
             "logprob_start_len: %zu positions with %zu ids each are too many for the "
             "memory of a request",
             rows, n_ids + n_top);
-    memcpy(ids, t->pick, (size_t)t->n_pick * sizeof *ids);
-    memcpy(ids + t->n_pick, c->info->eos, (size_t)c->info->n_eos * sizeof *ids);
+    for (int64_t k = 0; k < t->n_pick; k++)
+        ids[k] = t->pick[k];
+    for (int32_t k = 0; k < c->info->n_eos; k++)
+        ids[t->n_pick + k] = c->info->eos[k];
     a.ids = ids;
     if (n_top == 0)
         a.top = NULL;
