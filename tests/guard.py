@@ -116,6 +116,26 @@ def test_keys():
             assert ask(c, method, path, **bearer('sk-root'))[0] == 200, path
 
 
+def test_key_before_body():
+    """Without a key nobody makes the server read a body."""
+    with serve('--api-key', 'sk-one') as (port, _, _):
+        for extra in ('', 'Expect: 100-continue\r\n'):
+            with socket.create_connection(('127.0.0.1', port), 10) as s:
+                s.sendall(f'POST /v1/completions HTTP/1.1\r\nHost: x\r\n{extra}Content-Length: 30000000\r\n\r\n'.encode())
+                answer = b''
+                while piece := s.recv(4096):
+                    answer += piece
+                assert answer.startswith(b'HTTP/1.1 401 '), answer
+                error = json.loads(answer.split(b'\r\n\r\n')[1])['error']
+                assert error['code'] == 'invalid_api_key' and error['type'] == 'authentication_error'
+        with socket.create_connection(('127.0.0.1', port), 10) as s:
+            s.sendall(b'POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-one\r\n'
+                      b'Expect: 100-continue\r\nContent-Length: 15\r\n\r\n')
+            assert s.recv(4096) == b'HTTP/1.1 100 Continue\r\n\r\n'
+            s.sendall(b'{"content":"a"}')
+            assert s.recv(12) == b'HTTP/1.1 200'
+
+
 def test_key_options():
     empty = os.path.join(DIR, 'empty')
     open(empty, 'w').write('# nothing\n')

@@ -86,6 +86,7 @@ const model = (await (await fetch(`${url}/v1/models`)).json()).data[0].id;
 
 await test('description', async () => {
     assert.equal(spec.openapi, '3.1.0');
+    assert.match(await (await fetch(url)).text(), new RegExp(`^Hoist ${spec.info.version}\\.`));
     const ids = new Set();
     for (const [path, item] of Object.entries(spec.paths))
         for (const [method, op] of Object.entries(item)) {

@@ -29,7 +29,7 @@ failed = 0
 
 def call(path, body=None, method=None):
     """Status and parsed answer."""
-    c = http.client.HTTPConnection(HOST, timeout=60)
+    c = http.client.HTTPConnection(HOST, timeout=300)
     c.request(method or ('GET' if body is None else 'POST'), path,
               None if body is None else json.dumps(body), {'Content-Type': 'application/json'})
     r = c.getresponse()

@@ -486,6 +486,16 @@ static void dispatch(conn *c)
     write_out(c);
 }
 
+/* Whether the body of the request, whose head is there, shall be read. */
+static bool is_admitted(conn *c)
+{
+    const hx_http *h = c->h;
+
+    c->x = (hx_exchange) { .method = c->in->method, .path = c->in->path, .conn = c };
+    return h->opt.admit == NULL || hx_str_is(c->x.method, "OPTIONS") ||
+           h->opt.admit(h->ud, &c->x);
+}
+
 /* Acts on what the reader has found. */
 static void examine(conn *c)
 {
@@ -501,6 +511,10 @@ static void examine(conn *c)
         dispatch(c);
     } else if (c->in->state == HX_READ_BODY && !c->in_body) {
         c->in_body = true;
+        if (!is_admitted(c)) {
+            respond(c, 401, "API key: missing or wrong; send Authorization: Bearer KEY");
+            return;
+        }
         arm(c, h->opt.body_ms);
         if (c->in->expect) {
             uv_mutex_lock(&h->lock);

@@ -46,6 +46,8 @@ void hx_server_close(hx_server *s);
 
 /* ---- http.c: sockets to requests, responses to sockets ------------------ */
 
+struct hx_exchange;
+
 /* Limits; 0 takes the default in brackets. */
 typedef struct {
     const char *host;               /* ["127.0.0.1"] */
@@ -60,7 +62,10 @@ typedef struct {
     int32_t head_ms, body_ms;       /* [10 s, 60 s] to arrive, else 408 */
     int32_t idle_ms;                /* [75 s] between requests of a connection */
     int32_t keepalive_ms; /* [10 s] silence on a begun stream before a comment is sent */
-    int32_t stall_ms;     /* [60 s] without taking a byte of what waits, then closed */
+    /* Loop thread, before a body that is still to come: false answers 401 at once, so that
+     * strangers cannot make the server read. NULL: all bodies are read. */
+    bool (*admit)(void *ud, const struct hx_exchange *x);
+    int32_t stall_ms; /* [60 s] without taking a byte of what waits, then closed */
 } hx_http_opt;
 
 typedef struct hx_http hx_http;

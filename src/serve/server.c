@@ -511,6 +511,15 @@ static void log_call(const hx_call *c)
            c->key != NULL ? c->key : "");
 }
 
+/* For http.c, before it reads a body. */
+static bool admit(void *ud, const hx_exchange *x)
+{
+    hx_server *s = ud;
+    hx_call c = { .server = s, .x = (hx_exchange *)(uintptr_t)x };
+
+    return check_key(s, find_route(x->method, x->path), &c) == 0;
+}
+
 /* Notes why a request cannot be handed to a worker; 0 when it can. */
 static int refuse(hx_server *s, const hx_exchange *x, const route *r, hx_call *c)
 {
@@ -770,6 +779,7 @@ int hx_server_open(hx_server **out, const hx_server_opt *opt, hx_err *err)
                                .tls_cert = opt->tls_cert,
                                .tls_key = opt->tls_key,
                                .cors = opt->cors,
+                               .admit = admit,
                                .max_body_bytes = opt->max_body_bytes,
                                .max_connections = opt->max_connections };
     hx_server *s = hx_new(hx_server, 1);
