@@ -177,7 +177,7 @@ struct hx_call {
     hx_call *next;    /* in a queue of server.c */
     hx_route_fn *run; /* what a worker does next */
     bool slow;        /* run may take long */
-    bool bare;        /* POST without a body */
+    bool no_body;     /* the request's is not parsed */
 
     /* For the log; the exchange ends before it is written. */
     const char *key; /* the name of the client's key, or NULL */

@@ -56,7 +56,7 @@ struct route {
     const char *method, *path; /* without /v1; a final slash: a name follows */
     hx_route_fn *run;
     hx_problem_fn *problem; /* NULL: as OpenAI shapes errors */
-    bool bare;              /* POST without a body */
+    bool no_body;           /* a POST whose body, if any, is not read */
     bool admin;             /* needs the admin key where there is one */
     bool open;              /* needs no key */
     bool early;             /* works without an engine, on the loop thread */
@@ -422,7 +422,7 @@ static const route routes[] = {
       .path = "/flush_cache",
       .run = hx_sglang_flush_cache,
       .admin = true,
-      .bare = true },
+      .no_body = true },
     { .method = "POST", .path = "/api/chat", .run = hx_ollama_chat, OLLAMA },
     { .method = "POST", .path = "/api/generate", .run = hx_ollama_generate, OLLAMA },
     { .method = "POST", .path = "/api/embed", .run = hx_embeddings_ollama, OLLAMA },
@@ -576,7 +576,7 @@ static void route_request(void *ud, hx_exchange *x)
         c.engine = s->engine;
         c.info = &s->info;
         c.run = r->run;
-        c.bare = r->bare;
+        c.no_body = r->no_body || r->method[0] != 'P';
         if (enqueue(s, &c))
             return;
         hx_server_problem(&c, 503, NULL, "out_of_memory", "server: no worker is free");
@@ -622,7 +622,7 @@ void hx_server_finish(hx_call *c, int rc)
 
 static void serve(hx_call *c)
 {
-    const bool parsed = c->body != NULL || c->bare || strcmp(c->method, "POST") != 0;
+    const bool parsed = c->body != NULL || c->no_body;
     int rc = parsed ? 0 : parse_body(c);
 
     if (rc == 0)
