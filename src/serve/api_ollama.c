@@ -100,20 +100,28 @@ static int check_images(hx_call *c, const hx_json *owner, const char *param)
                                   "%s: expected a list of base64 strings", param);
 }
 
-/* Ids of calls are made up: here a call's answer follows it in order. */
-static void put_calls(hx_sb *b, const hx_json *calls)
+/* Calls that come back keep their ids; others get one, for here a call's result follows it
+ * in order. n: calls of the conversation so far. */
+static void put_calls(hx_sb *b, const hx_json *calls, size_t *n)
 {
     hx_sb_str(b, ",\"tool_calls\":[");
-    for (size_t i = 0; i < hx_json_len(calls); i++) {
-        hx_sb_printf(b, "%s{\"id\":\"call_%zu\",\"type\":\"function\",\"function\":",
-                     i > 0 ? "," : "", i);
-        hx_json_write(b, hx_json_get(hx_json_at(calls, i), "function"));
+    for (size_t i = 0; i < hx_json_len(calls); i++, ++*n) {
+        const hx_json *call = hx_json_at(calls, i);
+        const hx_str id = hx_json_str(hx_json_get(call, "id"));
+
+        hx_sb_str(b, i > 0 ? ",{\"id\":" : "{\"id\":");
+        if (id.n > 0)
+            hx_json_put_str(b, id);
+        else
+            hx_sb_printf(b, "\"call_%zu\"", *n);
+        hx_sb_str(b, ",\"type\":\"function\",\"function\":");
+        hx_json_write(b, hx_json_get(call, "function"));
         hx_sb_char(b, '}');
     }
     hx_sb_char(b, ']');
 }
 
-static void put_message(hx_sb *b, const hx_json *m)
+static void put_message(hx_sb *b, const hx_json *m, size_t *n_call)
 {
     const hx_json *images = hx_params_get(m, "images");
     const hx_json *calls = hx_params_get(m, "tool_calls");
@@ -133,7 +141,7 @@ static void put_message(hx_sb *b, const hx_json *m)
     put_member(b, "name", hx_params_get(m, "tool_name"));
     put_member(b, "tool_call_id", hx_params_get(m, "tool_call_id"));
     if (hx_json_kind(calls) == HX_JSON_ARRAY)
-        put_calls(b, calls);
+        put_calls(b, calls, n_call);
     else
         put_member(b, "tool_calls", calls);
     hx_sb_char(b, '}');
@@ -141,6 +149,8 @@ static void put_message(hx_sb *b, const hx_json *m)
 
 static void put_messages(hx_sb *b, const hx_json *messages)
 {
+    size_t n_call = 0;
+
     if (hx_json_kind(messages) != HX_JSON_ARRAY) {
         hx_json_write(b, messages);
         return;
@@ -149,7 +159,7 @@ static void put_messages(hx_sb *b, const hx_json *messages)
     for (size_t i = 0; i < hx_json_len(messages); i++) {
         if (i > 0)
             hx_sb_char(b, ',');
-        put_message(b, hx_json_at(messages, i));
+        put_message(b, hx_json_at(messages, i), &n_call);
     }
     hx_sb_char(b, ']');
 }
