@@ -195,6 +195,18 @@ def test_tls():
         ids = json.loads(ask(c, 'POST', '/tokenize', {'content': text})[1])['tokens']
         status, body = ask(c, 'POST', '/detokenize', {'tokens': ids * 10})
         assert status == 200 and json.loads(body)['content'] == text * 10
+        # A client that reads slowly, of an answer larger than all buffers.
+        big = json.dumps({'tokens': ids * 60})
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+        raw.connect(('127.0.0.1', port))
+        with context.wrap_socket(raw, server_hostname='localhost') as s:
+            s.sendall(f'POST /detokenize HTTP/1.0\r\nContent-Length: {len(big)}\r\n\r\n{big}'.encode())
+            got = b''
+            while piece := s.recv(100000):
+                got += piece
+                time.sleep(0.001)
+        assert json.loads(got.split(b'\r\n\r\n', 1)[1])['content'] == text * 60
         # Several at once.
         answers = []
         def one():

@@ -657,6 +657,8 @@ int hx_sglang_model_info(hx_call *c)
     return reply(c, &b);
 }
 
+/* The names are those that SGLang's server has for its arguments; what does not exist here
+ * or is chosen by the engine has the value that leaves the choice to it. */
 int hx_sglang_server_info(hx_call *c)
 {
     const hx_info *i = c->info;
@@ -670,12 +672,14 @@ int hx_sglang_server_info(hx_call *c)
     hx_json_put_str(&b, hx_server_model_name(c->server));
     hx_sb_printf(&b,
                  ",\"version\":\"hoist-" HX_VERSION "\",\"context_length\":%lld,"
-                 "\"max_total_num_tokens\":%lld,\"server_args\":{\"engine\":\"hoist\","
-                 "\"context_length\":%lld,\"max_running_requests\":%d,"
-                 "\"max_queued_requests\":%lld,\"max_total_num_tokens\":%lld,\"device\":",
+                 "\"max_total_num_tokens\":%lld,\"load_seconds\":%.2f,"
+                 "\"server_args\":{\"engine\":\"hoist\",\"context_length\":%lld,"
+                 "\"max_running_requests\":%d,\"max_queued_requests\":%lld,"
+                 "\"max_total_num_tokens\":%lld,\"chunked_prefill_size\":null,"
+                 "\"kv_cache_dtype\":\"auto\",\"env\":{},\"device\":",
                  (long long)i->ctx_tokens, (long long)st.pages * 64,
-                 (long long)i->ctx_tokens, i->max_streams, (long long)i->max_queue,
-                 (long long)st.pages * 64);
+                 hx_server_load_s(c->server), (long long)i->ctx_tokens, i->max_streams,
+                 (long long)i->max_queue, (long long)st.pages * 64);
     hx_json_put_str(&b, hx_str_c(i->device));
     hx_sb_printf(&b,
                  "},\"internal_states\":[{\"running\":%lld,\"waiting\":%lld,"

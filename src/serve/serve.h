@@ -210,6 +210,7 @@ bool hx_server_official_tokens(const hx_server *s);
 hx_pump *hx_server_pump(const hx_server *s);
 hx_str hx_server_model_name(const hx_server *s);
 int64_t hx_server_created_s(const hx_server *s);
+double hx_server_load_s(const hx_server *s); /* from opening to the engine's coming */
 
 /* ---- params.c: typed fields of a request -------------------------------- */
 

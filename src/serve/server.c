@@ -32,13 +32,13 @@ struct hx_server {
     char *served_name; /* NULL: none */
     bool official_tokens;
     int32_t drain_ms;
-    int64_t created_s;
+    int64_t created_s, open_us, ready_us;
     uint64_t seed;
     atomic_ullong n_random;
     atomic_ullong load_done, load_total;
     atomic_bool draining;
 
-    /* Written once by hx_server_set_engine(), before ready. */
+    /* Written once by hx_server_set_engine(), before ready; so is ready_us. */
     hx_engine *engine;
     hx_info info;
     atomic_bool ready;
@@ -191,6 +191,11 @@ hx_str hx_server_model_name(const hx_server *s)
 int64_t hx_server_created_s(const hx_server *s)
 {
     return s->created_s;
+}
+
+double hx_server_load_s(const hx_server *s)
+{
+    return (double)(s->ready_us - s->open_us) / 1e6;
 }
 
 /* ---- routes that need no worker ---------------------------------------- */
@@ -799,6 +804,7 @@ int hx_server_open(hx_server **out, const hx_server_opt *opt, hx_err *err)
     s->drain_ms = opt->drain_ms > 0 ? opt->drain_ms : 30000;
     s->max_worker = SPARE_WORKERS + hx_sys_n_cpu();
     s->created_s = (int64_t)time(NULL);
+    s->open_us = hx_now_us();
     if (getrandom(&s->seed, sizeof s->seed, 0) != (ssize_t)sizeof s->seed)
         s->seed = (uint64_t)hx_now_us();
     s->served_name = dup_str(opt->served_name);
@@ -826,6 +832,7 @@ void hx_server_set_engine(hx_server *s, hx_engine *e)
 {
     s->engine = e;
     hx_get_info(e, &s->info);
+    s->ready_us = hx_now_us();
     atomic_store(&s->ready, true);
 }
 
