@@ -694,7 +694,7 @@ int hx_sglang_flush_cache(hx_call *c)
 {
     hx_sb b = { 0 };
 
-    hx_sb_str(&b, "{\"success\":true,\"flushed_tokens\":0,\"message\":\"no prefixes are "
+    hx_sb_str(&b, "{\"success\":true,\"flushed_states\":0,\"message\":\"no prefixes are "
                   "kept between requests\"}");
     return reply(c, &b);
 }
