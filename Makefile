@@ -3,6 +3,7 @@
 #   make            the program, build/hoist
 #   make serve      serve the bundled demo model on 127.0.0.1:30000
 #   make test       all tests that need no GPU      SAN=address,undefined | SAN=thread
+#   make scorecard  docs/scorecard.md: what passes, per dialect and feature
 #   make check      layers, sizes, banned functions, formatting
 #   make portable   build/hoist-portable: libraries linked in, for any x86-64 glibc >= 2.36
 #   make fuzz       every fuzz target for FUZZ_SECONDS each
@@ -48,6 +49,11 @@ LIBS    += $(CUDA_LIBS) -lstdc++
 CU_OBJS := $(patsubst %.cu,$(OBJ)/%.cu.o,$(wildcard src/*/*.cu))
 endif
 
+# TLS where OpenSSL's headers are; else `serve` says that it has none.
+TLS     ?= $(if $(wildcard /usr/include/openssl/ssl.h),1,0)
+TLS_LIBS := $(if $(filter 1,$(TLS)),-lssl -lcrypto)
+LIBS    += $(TLS_LIBS)
+
 SRC     := $(filter-out %_test.c,$(wildcard src/*/*.c))
 LIB_SRC := $(filter-out src/cli/main.c,$(SRC))
 TESTS   := $(wildcard src/*/*_test.c)
@@ -58,13 +64,19 @@ TESTBIN := $(patsubst %.c,$(BUILD)/test/%,$(notdir $(TESTS)))
 
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: all serve deps deps-test test test-gpu test-unit test-ops test-tiny test-run check portable fuzz bench \
+.PHONY: all serve deps deps-test test test-gpu test-unit test-ops test-tiny test-run check scorecard portable fuzz bench \
         man install clean format
 
 all: $(BUILD)/hoist
 
 # -Wconversion where sizes come from strangers.
 $(OBJ)/src/base/%.o $(OBJ)/src/text/%.o: CFLAGS += -Wconversion
+$(OBJ)/src/serve/http_tls.o: CFLAGS += $(if $(filter 1,$(TLS)),-DHX_TLS)
+$(OBJ)/src/serve/http_tls.o: $(OBJ)/tls-$(TLS)
+$(OBJ)/tls-$(TLS):
+	@mkdir -p $(@D)
+	@rm -f $(@D)/tls-*
+	@touch $@
 # The one file that names the CUDA backend is compiled anew when CUDA changes.
 $(OBJ)/src/dev/ops.o: CFLAGS += $(if $(filter 1,$(CUDA)),-DHX_CUDA)
 $(OBJ)/src/dev/ops.o: $(OBJ)/cuda-$(CUDA)
@@ -76,7 +88,7 @@ $(OBJ)/%_test.o: CFLAGS += -Wno-missing-prototypes -Wno-conversion
 
 # Files that the program carries, as C arrays.
 EMBED := glm_5_3_flash_json:models/synthetic/glm-5.3-flash.json \
-         routing_json:models/synthetic/routing.json
+         routing_json:models/synthetic/routing.json openapi_json:docs/openapi.json
 GEN   := $(foreach e,$(EMBED),$(BUILD)/gen/$(firstword $(subst :, ,$(e))).h)
 $(BUILD)/embed: tools/embed.c
 	@mkdir -p $(@D)
@@ -162,8 +174,12 @@ test-gpu:
 check:
 	@tools/check.sh
 
+scorecard: deps-test
+	@$(MAKE) --no-print-directory $(BUILD)/hoist
+	@tests/scorecard.sh $(BUILD)
+
 # One file that needs only glibc, with machine code for every GPU that it runs on.
-STATIC_LIBS := -Wl,-Bstatic -luv_a -ljson-c -lpcre2-8 -lutf8proc $(if $(CUDA_LIBS),$(CUDA_LIBS) -lstdc++) \
+STATIC_LIBS := -Wl,-Bstatic -luv_a -ljson-c -lpcre2-8 -lutf8proc $(TLS_LIBS) $(if $(CUDA_LIBS),$(CUDA_LIBS) -lstdc++) \
                -Wl,-Bdynamic -ldl -lrt -lm
 portable: deps
 	@$(MAKE) --no-print-directory PORTABLE=-portable build/hoist-portable
@@ -173,9 +189,9 @@ build/hoist-portable: $(OBJ)/src/cli/main.o $(LIB)
 
 FUZZ_SECONDS ?= 30
 FUZZERS := $(patsubst fuzz/%_fuzz.c,%,$(wildcard fuzz/*_fuzz.c))
-build/fuzz/%: fuzz/%_fuzz.c $(LIB_SRC)
+build/fuzz/%: fuzz/%_fuzz.c $(LIB_SRC) | $(GEN)
 	@mkdir -p $(@D)
-	clang -std=c11 -D_GNU_SOURCE -O1 -g -ffp-contract=off -pthread -Iinclude -Isrc \
+	clang -std=c11 -D_GNU_SOURCE -O1 -g -ffp-contract=off -pthread -Iinclude -Isrc -I$(BUILD)/gen \
 	    -isystem /usr/share/include/llhttp -fsanitize=fuzzer,address,undefined \
 	    $< $(LIB_SRC) /usr/share/llhttp/*.c $(LIBS) -o $@
 fuzz: deps-test

@@ -114,6 +114,7 @@ typedef struct {
     int32_t n_vocab; /* rows of the output matrix */
     int32_t n_token; /* ids that name a token; ids above are never sampled */
     int32_t n_layer, n_expert, n_expert_active;
+    int32_t width; /* of a hidden state; see hx_score_args */
     int32_t max_streams;
     int64_t max_queue;
     const int32_t *eos; /* [n_eos] ids that end an answer */

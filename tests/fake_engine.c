@@ -162,7 +162,6 @@ int hx_render(hx_engine *e, hx_str json, const hx_render_opt *opt, int32_t **out
     hx_sb b = { 0 };
     int rc;
 
-    (void)text_out;
     *out = NULL;
     *n_out = 0;
     if ((rc = hx_json_parse(&vars, json, 128, err)) != 0)
@@ -202,6 +201,10 @@ int hx_render(hx_engine *e, hx_str json, const hx_render_opt *opt, int32_t **out
     const int64_t n = hx_tokenize(e, (hx_str) { b.p, b.n }, true, NULL, 0);
     *out = hx_new(int32_t, n + 1);
     *n_out = hx_tokenize(e, (hx_str) { b.p, b.n }, true, *out, n);
+    if (text_out != NULL) {
+        *text_out = hx_alloc(b.n + 1);
+        memcpy(*text_out, b.p, b.n);
+    }
     hx_sb_free(&b);
     return 0;
 }
@@ -609,9 +612,17 @@ int hx_score(hx_engine *e, const hx_score_args *a, hx_err *err)
         const hx_str b = hx_token_bytes(e, a->tokens[i], NULL);
 
         hx_sb_add(&prompt, b.p, b.n);
-        a->logprob[i] = i + 1 < a->n_tokens ? -1.0f : 0;
+        if (i < a->from)
+            continue;
+        const int64_t row = i - a->from;
+        if (a->logprob != NULL)
+            a->logprob[row] = i + 1 < a->n_tokens ? -1.0f : 0;
         for (int32_t k = 0; k < a->n_top; k++)
-            a->top[i * a->n_top + k] = (hx_choice) { 'A' + k, -2.0f - (float)k };
+            a->top[row * a->n_top + k] = (hx_choice) { 'A' + k, -2.0f - (float)k };
+        for (int32_t k = 0; k < a->n_ids; k++)
+            a->id_logprob[row * a->n_ids + k] = -(float)a->ids[k];
+        for (int32_t k = 0; k < e->info.width && a->hidden != NULL; k++)
+            a->hidden[row * e->info.width + k] = (float)(a->tokens[i] * (k + 1));
     }
     const int64_t ms = fake_option((hx_str) { prompt.p, prompt.n }, "{score=", 0);
     nanosleep(&(struct timespec) { ms / 1000, ms % 1000 * 1000000 }, NULL);
@@ -661,6 +672,7 @@ static hx_engine *fake_open(int32_t max_streams, int64_t max_queue, int64_t ctx_
                           .reply_format = "glm",
                           .ctx_tokens = ctx_tokens,
                           .ctx_trained_tokens = 2 * ctx_tokens,
+                          .width = 2,
                           .n_vocab = FAKE_FIRST + FAKE_PIECES,
                           .n_token = FAKE_FIRST + FAKE_PIECES,
                           .max_streams = max_streams,

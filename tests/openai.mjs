@@ -251,12 +251,29 @@ await test('structured output', async () => {
     assert.ok(['red', 'blue'].includes(await text('Hello!', { guided_choice: ['red', 'blue'] })));
 });
 
+await test('embeddings', async () => {
+    const r = await client.embeddings.create({ model, input: ['a king', 'a queen'] });     // asks for base64
+    assert.equal(r.data.length, 2);
+    for (const d of r.data)
+        assert.ok(Math.abs(d.embedding.reduce((s, x) => s + x * x, 0) - 1) < 1e-5);
+    const plain = await client.embeddings.create({ model, input: 'a queen', encoding_format: 'float' });
+    assert.deepEqual(plain.data[0].embedding.map(Math.fround), [...r.data[1].embedding]);
+});
+
+await test('completions in the middle', async () => {
+    const r = await client.completions.create({ model, prompt: 'def add(a, b):', suffix: 'return c', max_tokens: 8,
+                                                temperature: 0 });
+    assert.ok(r.choices[0].text.length > 0 && r.usage.prompt_tokens > 8);
+    const best = await client.completions.create({ model, prompt: 'Once', best_of: 3, n: 2, max_tokens: 4 });
+    assert.equal(best.choices.length, 2);
+});
+
 await test('errors', async () => {
     await refused(chat('x', { temperature: 'hot' }), 400, 'invalid_type', 'temperature');
     await refused(chat('x', { messages: [] }), 400, 'invalid_type', 'messages');
     await refused(chat('x', { response_format: { type: 'json_schema', json_schema: { name: 'a', schema: { not: {} } } } }),
                   400, 'unsupported_value', 'response_format');
-    await refused(client.embeddings.create({ model, input: 'x' }), 404, 'not_found');
+    await refused(client.embeddings.create({ model, input: 'x', dimensions: 8 }), 400, 'unsupported_value', 'dimensions');
     const long = await refused(chat('word '.repeat(40000), { stream: true }), 400, 'context_length_exceeded');
     assert.ok(long.error.n_prompt_tokens > long.error.n_ctx);
     assert.ok(long.message.includes(String(long.error.n_ctx)));

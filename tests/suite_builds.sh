@@ -30,6 +30,8 @@ if command -v aarch64-linux-gnu-gcc >/dev/null; then
 else
     echo "SKIP build_aarch64: no aarch64-linux-gnu-gcc"
 fi
+try no_tls gcc -std=c11 -D_GNU_SOURCE -O1 -Wall -Wextra -Werror -Iinclude -Isrc -isystem /usr/share/include/llhttp \
+    -c src/serve/http_tls.c -o /dev/null
 try build_portable make -s build/hoist-portable
 foreign=$(ldd build/hoist-portable 2>/dev/null | awk '{print $1}' |
           grep -vE '^(linux-vdso|libc\.so|libm\.so|libpthread|libdl|librt|/lib64/ld-linux)')

@@ -7,17 +7,25 @@
 #include "base/base.h"
 #include "text/text.h"
 
+/* An option that may be there several times. */
+typedef struct {
+    const char *p[256];
+    int32_t n;
+} cli_list;
+
 /* Values of all options; which a command takes is a column of the table in main.c. */
 typedef struct {
     const char *model;
     const char *what; /* bench ops|decode|prefill */
     const char *prompt, *ids, *out, *positions, *json;
-    const char *host, *api_key, *served_name, *cors, *device, *isa, *cpus, *kv;
+    const char *host, *served_name, *cors, *device, *isa, *cpus, *kv;
+    cli_list api_keys;
+    const char *api_key_file, *admin_key, *unix_path, *tls_cert, *tls_key, *url, *home;
     int64_t port, ctx, threads, streams, queue, n, seed;
     uint64_t cache, vram, ram;
     const char *mode, *expert_us;
     double temp;
-    bool has_temp, has_seed, raw, tensors, verify, official, help;
+    bool has_temp, has_seed, raw, tensors, verify, official, write, help;
 } hx_cli;
 
 /* An engine with loading progress on stderr, and to also where that is not NULL. Prints
@@ -38,5 +46,6 @@ int cmd_chat(const hx_cli *c);
 int cmd_logits(const hx_cli *c);
 int cmd_inspect(const hx_cli *c);
 int cmd_bench(const hx_cli *c);
+int cmd_connect(const hx_cli *c);
 
 #endif

@@ -19,6 +19,7 @@ enum {
     LOGITS = 8,
     INSPECT = 16,
     BENCH = 32,
+    CONNECT = 4096,
     ENGINE = SERVE | RUN | CHAT | LOGITS | BENCH
 };
 
@@ -39,9 +40,11 @@ static const command commands[] = {
     { "inspect", "MODEL", "what a checkpoint holds", INSPECT, cmd_inspect },
     { "bench", "[ops|decode|prefill] [MODEL]",
       "measured speed beside this machine's ceilings", BENCH, cmd_bench },
+    { "connect", "CLIENT", "a client's configuration for this server", CONNECT,
+      cmd_connect },
 };
 
-typedef enum { OPT_STR, OPT_INT, OPT_SIZE, OPT_NUM, OPT_FLAG } option_kind;
+typedef enum { OPT_STR, OPT_INT, OPT_SIZE, OPT_NUM, OPT_FLAG, OPT_LIST } option_kind;
 
 typedef struct {
     const char *name, *arg, *help;
@@ -58,17 +61,27 @@ static const option options[] = {
       0, 0 },
     { "--port", "N", "port to listen on (30000); 0 picks a free one", OPT_INT, AT(port),
       0, SERVE, 0, 65535 },
-    { "--api-key", "KEY", "ask clients for this key", OPT_STR, AT(api_key), 0, SERVE, 0,
-      0 },
+    { "--unix", "PATH", "listen on a unix socket instead", OPT_STR, AT(unix_path), 0,
+      SERVE, 0, 0 },
+    { "--tls-cert", "FILE", "speak TLS with this certificate (PEM, or a chain)", OPT_STR,
+      AT(tls_cert), 0, SERVE, 0, 0 },
+    { "--tls-key", "FILE", "its key (PEM)", OPT_STR, AT(tls_key), 0, SERVE, 0, 0 },
+    { "--api-key", "[NAME=]KEY",
+      "ask clients for this key; several: one of them, and the log has its name",
+      OPT_LIST, AT(api_keys), 0, SERVE | CONNECT, 0, 0 },
+    { "--api-key-file", "FILE", "more of them, one a line; # begins a comment", OPT_STR,
+      AT(api_key_file), 0, SERVE, 0, 0 },
+    { "--admin-key", "KEY", "ask for this one where the server itself is concerned",
+      OPT_STR, AT(admin_key), 0, SERVE, 0, 0 },
     { "--served-name", "NAME", "the model's name in the API (its folder's)", OPT_STR,
-      AT(served_name), 0, SERVE, 0, 0 },
+      AT(served_name), 0, SERVE | CONNECT, 0, 0 },
     { "--cors", "ORIGIN", "allowed browser origin, or off (*)", OPT_STR, AT(cors), 0,
       SERVE, 0, 0 },
     { "--official-tokens", NULL,
       "special tokens spelled in messages become tokens, as the official code does",
       OPT_FLAG, AT(official), 0, SERVE | CHAT | RUN, 0, 0 },
     { "--ctx", "N", "longest sequence in tokens (the model's, within the memory)",
-      OPT_INT, AT(ctx), 0, ENGINE, 1, INT32_MAX },
+      OPT_INT, AT(ctx), 0, ENGINE | CONNECT, 1, INT32_MAX },
     { "--streams", "N", "sequences decoded together (8)", OPT_INT, AT(streams), 0,
       SERVE | BENCH, 1, 64 },
     { "--queue", "N", "requests that may wait (256)", OPT_INT, AT(queue), 0, SERVE, 1,
@@ -97,6 +110,12 @@ static const option options[] = {
       "costs of an expert instead of measured ones: in GPU memory, over the link, on the "
       "CPU, there each row more, the post to it",
       OPT_STR, AT(expert_us), 0, ENGINE, 0, 0 },
+    { "--url", "URL", "the server (http://127.0.0.1:30000)", OPT_STR, AT(url), 0, CONNECT,
+      0, 0 },
+    { "--write", NULL, "write the client's files, after asking", OPT_FLAG, AT(write), 0,
+      CONNECT, 0, 0 },
+    { "--home", "DIR", "where those files are (your home folder)", OPT_STR, AT(home), 0,
+      CONNECT, 0, 0 },
     { "-p", "TEXT", "the prompt", OPT_STR, AT(prompt), 0, RUN, 0, 0 },
     { "-n", "N", "most tokens to generate", OPT_INT, AT(n), 0, RUN | CHAT | BENCH, 1,
       INT32_MAX },
@@ -216,6 +235,15 @@ static int set_num(const option *o, const char *value, double *out, hx_err *err)
     return 0;
 }
 
+static int add_word(const option *o, const char *value, cli_list *out, hx_err *err)
+{
+    if (out->n == (int32_t)HX_LEN(out->p))
+        return hx_fail(err, HX_ELIMIT, "%s: more than %zu times", o->name,
+                       HX_LEN(out->p));
+    out->p[out->n++] = value;
+    return 0;
+}
+
 static int set_option(hx_cli *c, const option *o, const char *value, hx_err *err)
 {
     char *at = (char *)c + o->offset;
@@ -233,6 +261,8 @@ static int set_option(hx_cli *c, const option *o, const char *value, hx_err *err
         return set_int(o, value, (int64_t *)(void *)at, err);
     case OPT_NUM:
         return set_num(o, value, (double *)(void *)at, err);
+    case OPT_LIST:
+        return add_word(o, value, (cli_list *)(void *)at, err);
     case OPT_SIZE:
         return hx_parse_size(value, (uint64_t *)(void *)at, err);
     }
@@ -246,7 +276,7 @@ static int set_word(hx_cli *c, const command *cmd, const char *word, hx_err *err
                       (strcmp(word, "ops") == 0 || strcmp(word, "decode") == 0 ||
                        strcmp(word, "prefill") == 0);
 
-    if (what)
+    if (what || (cmd->bit == CONNECT && c->what == NULL))
         c->what = word;
     else if (c->model == NULL)
         c->model = word;
@@ -470,7 +500,7 @@ int main(int argc, char **argv)
     }
     if (c.model == NULL && (cmd->bit & (SERVE | CHAT | BENCH)) != 0)
         c.model = demo_model(demo, sizeof demo);
-    if (c.model == NULL) {
+    if (c.model == NULL && cmd->bit != CONNECT) {
         fprintf(stderr, "hoist: %s needs a MODEL; see hoist %s --help\n", cmd->name,
                 cmd->name);
         return 2;

@@ -39,8 +39,11 @@ static void *load(void *ud)
     printf("loaded in %.2f s: %s, context %lld, %d streams, %s\n",
            (double)(hx_now_us() - start) / 1e6, info.name, (long long)info.ctx_tokens,
            info.max_streams, info.device);
-    printf("serving on http://%s:%d\n", l->c->host ? l->c->host : "127.0.0.1",
-           hx_server_port(l->server));
+    if (l->c->unix_path != NULL)
+        printf("serving on unix:%s\n", l->c->unix_path);
+    else
+        printf("serving on http%s://%s:%d\n", l->c->tls_cert != NULL ? "s" : "",
+               l->c->host ? l->c->host : "127.0.0.1", hx_server_port(l->server));
     fflush(stdout);
     return NULL;
 }
@@ -59,25 +62,55 @@ static void *wait_signal(void *ud)
     return NULL;
 }
 
+/* Keys of the command line and of the file, one a line; NULL where none was asked for. */
+static int read_keys(const hx_cli *c, hx_sb *out, hx_err *err)
+{
+    char *text = NULL;
+    size_t n = 0;
+    int rc;
+
+    for (int32_t i = 0; i < c->api_keys.n; i++) {
+        hx_sb_str(out, c->api_keys.p[i]);
+        hx_sb_char(out, '\n');
+    }
+    if (c->api_key_file != NULL) {
+        if ((rc = hx_file_read(c->api_key_file, 1 << 20, &text, &n, err)) != 0)
+            return rc;
+        hx_sb_add(out, text, n);
+        hx_sb_char(out, '\n');
+        hx_free(text);
+    }
+    return out->bad ? hx_fail(err, HX_ENOMEM, "API keys: no memory") : 0;
+}
+
 int cmd_serve(const hx_cli *c)
 {
-    const hx_server_opt opt = { .host = c->host,
-                                .port = (int32_t)c->port,
-                                .api_key = c->api_key,
-                                .served_name = c->served_name,
-                                .cors = c->cors,
-                                .official_tokens = c->official };
+    hx_server_opt opt = { .host = c->host,
+                          .port = (int32_t)c->port,
+                          .unix_path = c->unix_path,
+                          .tls_cert = c->tls_cert,
+                          .tls_key = c->tls_key,
+                          .admin_key = c->admin_key,
+                          .served_name = c->served_name,
+                          .cors = c->cors,
+                          .official_tokens = c->official };
     loader l = { .c = c };
     pthread_t load_thread, signal_thread;
     hx_err err = { 0 };
+    hx_sb keys = { 0 };
     sigset_t set;
     int rc;
 
+    if (read_keys(c, &keys, &err) != 0)
+        return cli_fail(&err);
+    opt.api_key = keys.p;
     sigemptyset(&set);
     sigaddset(&set, SIGINT);
     sigaddset(&set, SIGTERM);
     pthread_sigmask(SIG_BLOCK, &set, NULL);
-    if (hx_server_open(&l.server, &opt, &err) != 0)
+    rc = hx_server_open(&l.server, &opt, &err);
+    hx_sb_free(&keys);
+    if (rc != 0)
         return cli_fail(&err);
     if (pthread_create(&signal_thread, NULL, wait_signal, l.server) != 0 ||
         pthread_create(&load_thread, NULL, load, &l) != 0) {

@@ -331,6 +331,7 @@ static void describe(hx_engine *e, const char *dir)
     e->info.n_layer = (int32_t)d->n_layer;
     e->info.n_expert = (int32_t)d->n_expert;
     e->info.n_expert_active = (int32_t)d->n_active;
+    e->info.width = (int32_t)d->width;
     e->info.eos = e->eos;
     e->info.n_param = e->model->n_param;
     e->info.weight_bytes = e->model->weight_bytes;

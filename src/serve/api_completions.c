@@ -9,7 +9,7 @@
 #include <time.h>
 
 #define N_TOP_MAX   20
-#define PROMPTS_MAX 256
+#define BEST_OF_MAX 16
 
 /* The four lists of a logprobs object, without brackets. */
 typedef struct {
@@ -20,113 +20,30 @@ typedef struct {
     hx_sb text;      /* unstreamed */
     old_logprobs lp; /* not yet handed out */
     hx_stop stop;
+    double sum; /* best_of: of the log-probabilities of n tokens */
+    int64_t n;
+    bool taken; /* best_of: answered already */
 } choice;
 
 typedef struct {
     hx_call *c;
     hx_generate req;
-    hx_prompt *prompt; /* [req.n_prompt] */
-    hx_str *text;      /* [req.n_prompt] as given, or decoded where it is echoed */
-    bool no_answer;    /* max_tokens 0: the prompt is all there is */
-    hx_sb head;        /* of every chunk, up to its choices */
-    choice *choice;    /* [n_choice] */
+    const hx_prompt *prompt; /* [req.n_prompt] */
+    const hx_str *text;      /* [req.n_prompt] as given, or decoded where it is echoed */
+    hx_str suffix;           /* {NULL, 0}: none */
+    bool no_answer;          /* max_tokens 0: the prompt is all there is */
+    bool logprobs;           /* asked for; best_of needs them in any case */
+    int32_t n_best;          /* answers of each prompt that are given, of req.n */
+    hx_sb head;              /* of every chunk, up to its choices */
+    choice *choice;          /* [n_choice] */
     int32_t n_choice;
     hx_openai_sum sum;
 } completion;
 
-/* ---- prompts ------------------------------------------------------------ */
-
 static int no_memory(hx_call *c, const char *param)
 {
     return hx_server_problem(c, 413, param, "request_too_large",
-                             "%s: too large for the memory "
-                             "of a request",
-                             param);
-}
-
-/* Byte-level tokens have at least one byte each; past the context the count alone is
- * needed. */
-static int prompt_of_text(completion *t, const char *param, hx_str text, hx_prompt *out)
-{
-    hx_call *c = t->c;
-    const int64_t cap = HX_MIN((int64_t)text.n, c->info->ctx_tokens);
-    int32_t *id = hx_arena_alloc(&c->arena, (size_t)HX_MAX(cap, 1) * sizeof *id);
-
-    if (id == NULL)
-        return no_memory(c, param);
-    out->id = id;
-    out->n = hx_tokenize(c->engine, text, true, id, cap);
-    if (out->n < 0)
-        return hx_server_problem(c, 400, param, "invalid_value", "%s: %s", param,
-                                 hx_strerror((int)out->n));
-    return 0;
-}
-
-static int decode(completion *t, const char *param, const hx_prompt *p, hx_str *out)
-{
-    const int64_t n = hx_detokenize(t->c->engine, p->id, p->n, NULL, 0);
-    char *text = n >= 0 ? hx_arena_alloc(&t->c->arena, (size_t)n + 1) : NULL;
-
-    if (text == NULL)
-        return no_memory(t->c, param);
-    hx_detokenize(t->c->engine, p->id, p->n, text, n);
-    *out = (hx_str) { text, (size_t)n };
-    return 0;
-}
-
-static int read_prompt(completion *t, const char *param, const hx_json *j, int32_t i)
-{
-    hx_prompt *p = &t->prompt[i];
-    int rc;
-
-    if (hx_json_kind(j) == HX_JSON_STRING) {
-        t->text[i] = hx_json_str(j);
-        rc = prompt_of_text(t, param, t->text[i], p);
-    } else if ((rc = hx_params_ids(t->c, j, param, &p->id, &p->n)) == 0 && t->req.echo) {
-        rc = decode(t, param, p, &t->text[i]);
-    }
-    if (rc == 0 && p->n == 0)
-        return hx_server_problem(t->c, 400, param, "invalid_value",
-                                 "%s: empty; at least one token is needed", param);
-    return rc;
-}
-
-static int read_prompts(completion *t)
-{
-    hx_call *c = t->c;
-    const hx_json *j = hx_params_get(c->body, "prompt"), *first = hx_json_at(j, 0);
-    const bool list =
-        hx_json_kind(j) == HX_JSON_ARRAY &&
-        (hx_json_kind(first) == HX_JSON_STRING || hx_json_kind(first) == HX_JSON_ARRAY);
-    const size_t n = list ? hx_json_len(j) : 1;
-    char param[40] = "prompt";
-    int rc;
-
-    if (j == NULL)
-        return hx_server_problem(c, 400, param, "missing_required_parameter",
-                                 "prompt: missing");
-    if (hx_json_kind(j) != HX_JSON_STRING && hx_json_kind(j) != HX_JSON_ARRAY)
-        return hx_server_problem(
-            c, 400, param, "invalid_type",
-            "prompt: found %s, expected a string, a list of strings, a list "
-            "of token ids or a list of such lists",
-            hx_json_kind_name(j));
-    if (n > PROMPTS_MAX)
-        return hx_server_problem(c, 400, param, "invalid_value",
-                                 "prompt: %zu prompts, at most %d", n, PROMPTS_MAX);
-    t->prompt = hx_arena_alloc(&c->arena, n * sizeof *t->prompt);
-    t->text = hx_arena_alloc(&c->arena, n * sizeof *t->text);
-    if (t->prompt == NULL || t->text == NULL)
-        return no_memory(c, param);
-    for (size_t i = 0; i < n; i++) {
-        if (list)
-            snprintf(param, sizeof param, "prompt[%zu]", i);
-        if ((rc = read_prompt(t, param, list ? hx_json_at(j, i) : j, (int32_t)i)) != 0)
-            return rc;
-    }
-    t->req.prompt = t->prompt;
-    t->req.n_prompt = (int32_t)n;
-    return 0;
+                             "%s: too large for the memory of a request", param);
 }
 
 /* ---- log-probabilities -------------------------------------------------- */
@@ -206,7 +123,7 @@ static void put_logprobs(const completion *t, hx_sb *b, old_logprobs *lp)
         { "],\"text_offset\":[", &lp->offsets },
     };
 
-    if (!t->req.sampling.want_logprobs) {
+    if (!t->logprobs) {
         hx_sb_str(b, "\"logprobs\":null");
         return;
     }
@@ -315,6 +232,10 @@ static void on_event(void *ud, const hx_gen_event *ev, hx_sb *out)
 
     switch (ev->kind) {
     case HX_GEN_TOKEN:
+        k->sum += (double)ev->logprob;
+        k->n++;
+        if (!t->logprobs)
+            break;
         add_logprob(t, &k->lp, ev->token, &ev->logprob, ev->top,
                     ev->offset + (t->req.echo ? hx_gen_count_chars(t->text[prompt]) : 0));
         break;
@@ -333,10 +254,8 @@ static void on_event(void *ud, const hx_gen_event *ev, hx_sb *out)
     out->bad = out->bad || k->lp.tops.bad || k->text.bad;
 }
 
-static void put_choice(completion *t, int32_t i, hx_sb *b)
+static void put_choice(completion *t, int32_t i, choice *k, hx_sb *b)
 {
-    choice *k = &t->choice[i];
-
     hx_sb_printf(b, i > 0 ? ",{\"index\":%d,\"text\":" : "{\"index\":%d,\"text\":", i);
     hx_json_put_str(b, (hx_str) { k->text.p, k->text.n });
     hx_sb_char(b, ',');
@@ -345,13 +264,34 @@ static void put_choice(completion *t, int32_t i, hx_sb *b)
     b->bad = b->bad || k->text.bad;
 }
 
+/* The mean log-probability of a token; an empty answer is certain. */
+static double worth(const choice *k)
+{
+    return k->n > 0 ? k->sum / (double)k->n : 0;
+}
+
+/* The answer to a prompt that is given as its i-th: in order, or the best not yet taken.
+ */
+static choice *pick(completion *t, int32_t prompt, int32_t i)
+{
+    choice *all = &t->choice[prompt * t->req.n], *best = NULL;
+
+    if (t->n_best == t->req.n)
+        return &all[i];
+    for (int32_t j = 0; j < t->req.n; j++)
+        if (!all[j].taken && (best == NULL || worth(&all[j]) > worth(best)))
+            best = &all[j];
+    best->taken = true;
+    return best;
+}
+
 static void reply_whole(completion *t)
 {
     hx_sb b = { 0 };
 
     hx_openai_write_head(&b, t->c, "cmpl-", "text_completion", t->req.model);
-    for (int32_t i = 0; i < t->n_choice; i++)
-        put_choice(t, i, &b);
+    for (int32_t i = 0; i < t->req.n_prompt * t->n_best; i++)
+        put_choice(t, i, pick(t, i / t->n_best, i % t->n_best), &b);
     hx_openai_write_tail(&b, &t->sum);
     hx_server_reply_json(t->c, &b);
     hx_sb_free(&b);
@@ -428,6 +368,21 @@ static int end_all(completion *t)
 
 /* ---- one request -------------------------------------------------------- */
 
+/* An empty suffix is none: clients send it so. */
+static int read_prompts(completion *t)
+{
+    hx_prompts p;
+    int rc = hx_prompts_read(t->c, "prompt", HX_PROMPT_TEXT | HX_PROMPT_IDS,
+                             t->req.echo || t->suffix.n > 0, &p);
+
+    for (int32_t i = 0; rc == 0 && t->suffix.n > 0 && i < p.n; i++)
+        rc = hx_prompts_infill(t->c, "suffix", p.text[i], t->suffix, &p.prompt[i]);
+    t->req.prompt = t->prompt = p.prompt;
+    t->req.n_prompt = p.n;
+    t->text = p.text;
+    return rc;
+}
+
 static int read_fields(completion *t)
 {
     hx_call *c = t->c;
@@ -438,16 +393,21 @@ static int read_fields(completion *t)
     if ((rc = hx_params_sampling(c, &t->req)) != 0 ||
         (rc = hx_params_bool(c, c->body, "echo", &t->req.echo)) != 0 ||
         (rc = hx_params_int(c, c->body, "logprobs", 0, N_TOP_MAX, &n_top)) != 0 ||
-        (rc = hx_params_int(c, c->body, "best_of", 1, 16, &best_of)) != 0)
+        (rc = hx_params_int(c, c->body, "best_of", 1, BEST_OF_MAX, &best_of)) != 0 ||
+        (rc = hx_params_str(c, c->body, "suffix", &t->suffix)) != 0)
         return rc;
-    if (hx_params_get(c->body, "suffix") != NULL)
-        return hx_server_problem(c, 400, "suffix", "unsupported_value",
-                                 "suffix: filling in the middle is not supported yet");
-    if (best_of != 0 && best_of != t->req.n)
-        return hx_server_problem(c, 400, "best_of", "unsupported_value",
-                                 "best_of: %lld, expected n (%d)", (long long)best_of,
-                                 t->req.n);
-    r->want_logprobs = n_top >= 0;
+    t->n_best = t->req.n;
+    if (best_of != 0 && best_of < t->n_best)
+        return hx_server_problem(c, 400, "best_of", "invalid_value",
+                                 "best_of: %lld, expected at least n (%d)",
+                                 (long long)best_of, t->n_best);
+    if (best_of > t->n_best && t->req.stream)
+        return hx_server_problem(c, 400, "best_of", "invalid_value",
+                                 "best_of: which answer is best shows at the end, so it "
+                                 "cannot be streamed");
+    t->req.n = (int32_t)HX_MAX(best_of, t->n_best);
+    t->logprobs = n_top >= 0;
+    r->want_logprobs = t->logprobs || t->req.n > t->n_best;
     r->n_top = (int32_t)HX_MAX(n_top, 0);
     t->no_answer =
         r->max_new == 0 && (hx_params_get(c->body, "max_tokens") != NULL ||
@@ -455,6 +415,9 @@ static int read_fields(completion *t)
     if (t->no_answer && !t->req.echo)
         return hx_server_problem(c, 400, "max_tokens", "invalid_value",
                                  "max_tokens: 0 needs echo; expected at least 1");
+    if (t->req.echo && t->suffix.n > 0)
+        return hx_server_problem(c, 400, "echo", "invalid_value",
+                                 "echo: not together with suffix");
     return read_prompts(t);
 }
 
@@ -496,7 +459,5 @@ int hx_completions(hx_call *c)
              hx_arena_alloc(&c->arena, (size_t)t->n_choice * sizeof *t->choice)) == NULL)
         return no_memory(c, "prompt");
     c->state = t;
-    return t->req.echo && t->req.sampling.want_logprobs
-               ? hx_server_defer(c, score_and_answer)
-               : answer(t);
+    return t->req.echo && t->logprobs ? hx_server_defer(c, score_and_answer) : answer(t);
 }

@@ -338,7 +338,7 @@ static void hand_text(hx_gen *g, answer *a)
     const hx_str text = { g->text.p, g->text.n };
 
     g->text.n = 0;
-    if (text.n > 0)
+    if (text.n > 0 || g->req.every_token)
         hand(g, &(hx_gen_event) { .kind = HX_GEN_TEXT, .index = a->index, .text = text });
     a->n_char += hx_gen_count_chars(text);
 }
@@ -361,13 +361,14 @@ static int take_token(hx_gen *g, answer *a, const hx_event *ev, int32_t i, hx_er
         bytes.n = 0;
     if (a->reply != NULL && ev->tokens[i] == g->think)
         a->reasoning = true;
-    if (ev->logprob != NULL && is_shown(g, a, ev->tokens[i], bytes))
+    if ((ev->logprob != NULL || g->req.every_token) &&
+        is_shown(g, a, ev->tokens[i], bytes))
         hand(g, &(hx_gen_event) {
                     .kind = HX_GEN_TOKEN,
                     .index = a->index,
                     .token = ev->tokens[i],
                     .bytes = bytes,
-                    .logprob = ev->logprob[i],
+                    .logprob = ev->logprob != NULL ? ev->logprob[i] : 0,
                     .top = ev->top != NULL ? ev->top + (size_t)i * (size_t)n_top : NULL,
                     .offset = a->n_char });
     a->n_token++;

@@ -13,13 +13,17 @@
  * bytes of the next request wait in ahead. Never blocks the loop, never parses a body. */
 #include "serve/http.h"
 
+#include <errno.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <linux/sockios.h>
 #include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <sys/un.h>
 #include <uv.h>
 
 #define LINGER_MS     2000  /* after our end: how long a client may be silent */
@@ -28,8 +32,10 @@
 #define WRITE_BYTES   1048576 /* of one write */
 #define SLICE_BYTES   65536   /* of one that waits for the client */
 #define AHEAD_BYTES   65536   /* read past a request in work; then reading does stop */
-#define SPARE_PLACES  64      /* above the limit, to hear a 503; others are closed */
-#define BODIES        16      /* times max_body_bytes: memory of all bodies together */
+#define SPARE_PLACES                                                                     \
+    64            /* above the limit, to hear a 503; others, and those who
+                               * would have to shake hands first, are closed */
+#define BODIES 16 /* times max_body_bytes: memory of all bodies together */
 
 typedef enum {
     IDLE,    /* between requests: no reader, no buffers */
@@ -38,21 +44,29 @@ typedef enum {
     LINGER   /* our side is shut down; waits for the client's end */
 } conn_state;
 
-typedef struct conn {
+typedef union {
+    uv_handle_t handle;
+    uv_stream_t stream;
     uv_tcp_t tcp;
+    uv_pipe_t pipe; /* a unix socket */
+} sock;
+
+typedef struct conn {
+    sock sock;
     uv_timer_t timer;
     uv_write_t write;
     uv_shutdown_t shutdown;
     hx_http *h;
     struct conn *prev, *next; /* all that are not freed */
     conn_state state;
-    int n_handle;       /* of tcp and timer: not yet closed */
+    int n_handle;       /* of sock and timer: not yet closed */
     bool closed;        /* handles are closing or closed */
     bool eof;           /* nothing more will be read */
     bool in_body;       /* the timer is the body's */
     bool paused;        /* ahead is full */
     bool writing;       /* c->write is under way */
     bool streams;       /* begun, as the loop last saw it */
+    hx_tls_conn *tls;   /* NULL: none */
     hx_http_reader *in; /* the request; NULL when IDLE */
     size_t body_bytes;  /* counted in h->body_bytes */
     hx_sb ahead;        /* bytes after the request, from n_ahead on */
@@ -91,7 +105,10 @@ struct hx_http {
     uv_loop_t loop;
     uv_async_t wake;
     uv_timer_t drain;
-    uv_tcp_t listener, spare;
+    sock listener, spare;
+    bool local;      /* they are unix sockets */
+    hx_tls *tls;     /* NULL: plain */
+    hx_sb plain;     /* what TLS has read */
     bool spare_busy; /* spare is closing */
     bool waiting;    /* a client waits for spare */
     conn *conns;
@@ -120,6 +137,7 @@ static void release_request(conn *c)
 static void conn_free(conn *c)
 {
     release_request(c);
+    hx_tls_free(c->tls);
     if (c->prev != NULL)
         c->prev->next = c->next;
     else
@@ -187,7 +205,7 @@ static void conn_drop(conn *c)
     c->closed = true;
     if (c->state == BUSY)
         conn_lose(c);
-    uv_close((uv_handle_t *)&c->tcp, on_closed);
+    uv_close(&c->sock.handle, on_closed);
     uv_close((uv_handle_t *)&c->timer, on_closed);
 }
 
@@ -204,13 +222,31 @@ static void on_shutdown(uv_shutdown_t *s, int status)
         conn_drop(c);
 }
 
+/* Sends what TLS still has to say, if the socket takes it at once. */
+static void say_goodbye(conn *c)
+{
+    hx_sb b = { 0 };
+
+    hx_tls_take(c->tls, &b);
+    if (b.n > 0) {
+        const uv_buf_t buf = uv_buf_init(b.p, (unsigned)b.n);
+
+        uv_try_write(&c->sock.stream, &buf, 1);
+    }
+    hx_sb_free(&b);
+}
+
 /* Closes gently: a close() with unread bytes in the socket would be a reset, and the
  * client might never see our answer. */
 static void conn_linger(conn *c)
 {
     c->state = LINGER;
     c->shutdown.data = c;
-    if (c->eof || uv_shutdown(&c->shutdown, (uv_stream_t *)&c->tcp, on_shutdown) != 0)
+    if (c->tls != NULL) {
+        hx_tls_end(c->tls);
+        say_goodbye(c);
+    }
+    if (c->eof || uv_shutdown(&c->shutdown, &c->sock.stream, on_shutdown) != 0)
         conn_drop(c);
     else
         arm(c, LINGER_MS);
@@ -324,6 +360,21 @@ static void count_sent(conn *c, size_t n)
     uv_mutex_unlock(&c->h->lock);
 }
 
+/* Puts wire's bytes as TLS in their place, with what the handshake has to say. */
+static bool encrypt(conn *c)
+{
+    hx_sb plain = c->wire, coded = { 0 };
+    const bool ok = hx_tls_write(c->tls, (hx_str) { plain.p, plain.n }) == 0;
+
+    hx_tls_take(c->tls, &coded);
+    c->wire = coded;
+    uv_mutex_lock(&c->h->lock);
+    c->behind += coded.n - plain.n;
+    uv_mutex_unlock(&c->h->lock);
+    hx_sb_free(&plain);
+    return ok && !coded.bad;
+}
+
 /* Moves out to wire, when that is empty. Returns whether there is something to write;
  * *over: nothing more will come. The two buffers change roles, so neither is allocated
  * anew. */
@@ -341,6 +392,8 @@ static bool refill(conn *c, bool *over)
     *over = c->ended;
     uv_mutex_unlock(&c->h->lock);
     c->n_sent = 0;
+    if (c->tls != NULL && !encrypt(c))
+        broken = true;
     if (c->wire.n > 0)
         c->moved_ms = uv_now(&c->h->loop);
     if (broken)
@@ -363,7 +416,7 @@ static void write_out(conn *c)
             c->n_sent = c->wire.n;
             continue;
         }
-        n = uv_try_write((uv_stream_t *)&c->tcp, &buf, 1);
+        n = uv_try_write(&c->sock.stream, &buf, 1);
         if (n > 0) {
             count_sent(c, (size_t)n);
             continue;
@@ -371,7 +424,7 @@ static void write_out(conn *c)
         buf.len = HX_MIN(buf.len, SLICE_BYTES);
         c->write.data = c;
         if ((n < 0 && n != UV_EAGAIN) ||
-            uv_write(&c->write, (uv_stream_t *)&c->tcp, &buf, 1, on_written) != 0)
+            uv_write(&c->write, &c->sock.stream, &buf, 1, on_written) != 0)
             conn_drop(c);
         else
             c->writing = true;
@@ -433,6 +486,16 @@ static void dispatch(conn *c)
     write_out(c);
 }
 
+/* Whether the body of the request, whose head is there, shall be read. */
+static bool is_admitted(conn *c)
+{
+    const hx_http *h = c->h;
+
+    c->x = (hx_exchange) { .method = c->in->method, .path = c->in->path, .conn = c };
+    return h->opt.admit == NULL || hx_str_is(c->x.method, "OPTIONS") ||
+           h->opt.admit(h->ud, &c->x);
+}
+
 /* Acts on what the reader has found. */
 static void examine(conn *c)
 {
@@ -448,6 +511,10 @@ static void examine(conn *c)
         dispatch(c);
     } else if (c->in->state == HX_READ_BODY && !c->in_body) {
         c->in_body = true;
+        if (!is_admitted(c)) {
+            respond(c, 401, "API key: missing or wrong; send Authorization: Bearer KEY");
+            return;
+        }
         arm(c, h->opt.body_ms);
         if (c->in->expect) {
             uv_mutex_lock(&h->lock);
@@ -490,10 +557,46 @@ static void on_alloc(uv_handle_t *handle, size_t wish, uv_buf_t *buf)
     *buf = uv_buf_init(c->h->buf, sizeof(c->h->buf));
 }
 
+/* Plain bytes from the client. */
+static void receive(conn *c, const char *p, size_t n)
+{
+    size_t taken = 0;
+
+    if (c->ahead.n == 0)
+        taken = take(c, p, n);
+    if (c->state != BUSY || c->closed)
+        return;
+    hx_sb_add(&c->ahead, p + taken, n - taken);
+    if (c->ahead.bad)
+        conn_drop(c);
+    c->paused = !c->closed && c->ahead.n - c->n_ahead > AHEAD_BYTES;
+    if (c->paused)
+        uv_read_stop(&c->sock.stream);
+}
+
+/* From the handshake on a client has the time of a request's head; then it may idle. */
+static void receive_tls(conn *c, const char *p, size_t n)
+{
+    hx_http *h = c->h;
+    const bool was_ready = hx_tls_ready(c->tls);
+
+    h->plain.n = 0;
+    if (hx_tls_read(c->tls, (hx_str) { p, n }, &h->plain) != 0) {
+        say_goodbye(c);
+        conn_drop(c);
+        return;
+    }
+    if (!was_ready && hx_tls_ready(c->tls) && c->state == IDLE)
+        arm(c, h->opt.idle_ms);
+    if (h->plain.n > 0)
+        receive(c, h->plain.p, h->plain.n);
+    if (!c->closed)
+        write_out(c);
+}
+
 static void on_read(uv_stream_t *stream, ssize_t n, const uv_buf_t *buf)
 {
     conn *c = stream->data;
-    size_t taken = 0;
 
     if (n == UV_EOF && c->state == BUSY) {
         c->eof = true; /* maybe half closed: the answer still goes out */
@@ -505,16 +608,10 @@ static void on_read(uv_stream_t *stream, ssize_t n, const uv_buf_t *buf)
         arm(c, LINGER_MS);
     if (n <= 0 || c->state == LINGER)
         return;
-    if (c->ahead.n == 0)
-        taken = take(c, buf->base, (size_t)n);
-    if (c->state != BUSY || c->closed)
-        return;
-    hx_sb_add(&c->ahead, buf->base + taken, (size_t)n - taken);
-    if (c->ahead.bad)
-        conn_drop(c);
-    c->paused = !c->closed && c->ahead.n - c->n_ahead > AHEAD_BYTES;
-    if (c->paused)
-        uv_read_stop(stream);
+    if (c->tls != NULL)
+        receive_tls(c, buf->base, (size_t)n);
+    else
+        receive(c, buf->base, (size_t)n);
 }
 
 /* Goes on with what was read ahead. */
@@ -530,7 +627,7 @@ static void resume(conn *c)
         conn_drop(c);
     if (c->paused && !c->closed && c->ahead.n - c->n_ahead <= AHEAD_BYTES) {
         c->paused = false;
-        uv_read_start((uv_stream_t *)&c->tcp, on_alloc, on_read);
+        uv_read_start(&c->sock.stream, on_alloc, on_read);
     }
 }
 
@@ -563,7 +660,7 @@ static bool takes(conn *c)
     const int before = c->n_queued;
     int fd;
 
-    return uv_fileno((uv_handle_t *)&c->tcp, &fd) == 0 &&
+    return uv_fileno(&c->sock.handle, &fd) == 0 &&
            ioctl(fd, SIOCOUTQ, &c->n_queued) == 0 && c->n_queued != before;
 }
 
@@ -614,6 +711,14 @@ static void on_timer(uv_timer_t *t)
 
 /* ---- connections come, the server stops ------------------------------- */
 
+static void sock_init(hx_http *h, sock *s)
+{
+    if (h->local)
+        uv_pipe_init(&h->loop, &s->pipe, 0);
+    else
+        uv_tcp_init(&h->loop, &s->tcp); /* cannot fail: makes no socket yet */
+}
+
 static conn *conn_open(hx_http *h)
 {
     conn *c = hx_new(conn, 1);
@@ -622,9 +727,13 @@ static conn *conn_open(hx_http *h)
         return NULL;
     c->h = h;
     c->minor = 1;
-    uv_tcp_init(&h->loop, &c->tcp); /* cannot fail: makes no socket yet */
+    if (h->tls != NULL && (c->tls = hx_tls_accept(h->tls)) == NULL) {
+        hx_free(c);
+        return NULL;
+    }
+    sock_init(h, &c->sock);
     uv_timer_init(&h->loop, &c->timer);
-    c->tcp.data = c->timer.data = c;
+    c->sock.handle.data = c->timer.data = c;
     c->n_handle = 2;
     c->next = h->conns;
     if (c->next != NULL)
@@ -643,7 +752,7 @@ static void on_spare_closed(uv_handle_t *handle)
 
     h->spare_busy = false;
     if (h->waiting)
-        on_connect((uv_stream_t *)&h->listener, 0);
+        on_connect(&h->listener.stream, 0);
 }
 
 /* Takes a client and closes it at once. While spare is closing, libuv keeps the next
@@ -654,10 +763,10 @@ static void refuse(hx_http *h)
     if (h->spare_busy)
         return;
     h->spare_busy = true;
-    uv_tcp_init(&h->loop, &h->spare);
-    h->spare.data = h;
-    uv_accept((uv_stream_t *)&h->listener, (uv_stream_t *)&h->spare);
-    uv_close((uv_handle_t *)&h->spare, on_spare_closed);
+    sock_init(h, &h->spare);
+    h->spare.handle.data = h;
+    uv_accept(&h->listener.stream, &h->spare.stream);
+    uv_close(&h->spare.handle, on_spare_closed);
 }
 
 static void on_connect(uv_stream_t *listener, int status)
@@ -667,24 +776,26 @@ static void on_connect(uv_stream_t *listener, int status)
 
     if (status != 0 || uv_is_closing((uv_handle_t *)listener))
         return;
-    if (h->n_open < h->opt.max_connections + SPARE_PLACES)
+    if (h->n_open < h->opt.max_connections + (h->tls != NULL ? 0 : SPARE_PLACES))
         c = conn_open(h);
     if (c == NULL) {
         refuse(h);
         return;
     }
     h->waiting = false;
-    if (uv_accept(listener, (uv_stream_t *)&c->tcp) != 0 ||
-        uv_read_start((uv_stream_t *)&c->tcp, on_alloc, on_read) != 0) {
+    if (uv_accept(listener, &c->sock.stream) != 0 ||
+        uv_read_start(&c->sock.stream, on_alloc, on_read) != 0) {
         conn_drop(c);
         return;
     }
-    uv_tcp_nodelay(&c->tcp, 1);
-    uv_tcp_keepalive(&c->tcp, 1, 60);
+    if (!h->local) {
+        uv_tcp_nodelay(&c->sock.tcp, 1);
+        uv_tcp_keepalive(&c->sock.tcp, 1, 60);
+    }
     if (h->n_open > h->opt.max_connections)
         respond(c, 503, "too many connections; try again later");
     else
-        arm(c, h->opt.idle_ms);
+        arm(c, c->tls != NULL ? h->opt.head_ms : h->opt.idle_ms);
 }
 
 static void on_drained(uv_timer_t *t)
@@ -697,8 +808,8 @@ static void on_drained(uv_timer_t *t)
 
 static void begin_drain(hx_http *h, int64_t ms)
 {
-    if (!uv_is_closing((uv_handle_t *)&h->listener))
-        uv_close((uv_handle_t *)&h->listener, NULL);
+    if (!uv_is_closing(&h->listener.handle))
+        uv_close(&h->listener.handle, NULL);
     for (conn *c = h->conns; c != NULL; c = c->next) {
         if (c->state == IDLE)
             conn_drop(c);
@@ -909,18 +1020,18 @@ static int copy_cors(hx_http *h, const char *origin, hx_err *err)
     return 0;
 }
 
-static int listen_on(hx_http *h, hx_err *err)
+static int bind_address(hx_http *h, hx_err *err)
 {
     struct sockaddr_storage addr = { 0 };
     int n = sizeof(addr), rc;
 
     if ((rc = parse_address(&h->opt, &addr, err)) != 0)
         return rc;
-    rc = uv_tcp_bind(&h->listener, (struct sockaddr *)&addr, 0);
+    rc = uv_tcp_bind(&h->listener.tcp, (struct sockaddr *)&addr, 0);
     if (rc == 0)
-        rc = uv_listen((uv_stream_t *)&h->listener, 1024, on_connect);
+        rc = uv_listen(&h->listener.stream, 1024, on_connect);
     if (rc == 0)
-        rc = uv_tcp_getsockname(&h->listener, (struct sockaddr *)&addr, &n);
+        rc = uv_tcp_getsockname(&h->listener.tcp, (struct sockaddr *)&addr, &n);
     if (rc != 0)
         return hx_fail(
             err, HX_EIO, "host %s, port %d: %s%s", h->opt.host, h->opt.port,
@@ -929,6 +1040,44 @@ static int listen_on(hx_http *h, hx_err *err)
     h->port =
         ntohs(addr.ss_family == AF_INET ? ((struct sockaddr_in *)&addr)->sin_port
                                         : ((struct sockaddr_in6 *)&addr)->sin6_port);
+    return 0;
+}
+
+/* A socket that a program left behind when it ended has nobody who listens. */
+static void remove_stale(const char *path)
+{
+    struct sockaddr_un a = { .sun_family = AF_UNIX };
+    struct stat st;
+    int fd;
+
+    if (strlen(path) >= sizeof(a.sun_path) || lstat(path, &st) != 0 ||
+        !S_ISSOCK(st.st_mode) ||
+        (fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)) < 0)
+        return;
+    memcpy(a.sun_path, path, strlen(path));
+    if (connect(fd, (struct sockaddr *)&a, sizeof(a)) != 0 && errno == ECONNREFUSED)
+        unlink(path);
+    close(fd);
+}
+
+static int bind_path(hx_http *h, hx_err *err)
+{
+    const char *path = h->opt.unix_path;
+    int rc;
+
+    if (*path == '\0' || strlen(path) >= sizeof(((struct sockaddr_un *)0)->sun_path))
+        return hx_fail(err, HX_EARG,
+                       "unix socket \"%.40s\": expected a path of 1..%zu bytes", path,
+                       sizeof(((struct sockaddr_un *)0)->sun_path) - 1);
+    remove_stale(path);
+    rc = uv_pipe_bind(&h->listener.pipe, path);
+    if (rc == 0)
+        rc = uv_listen(&h->listener.stream, 1024, on_connect);
+    if (rc != 0)
+        return hx_fail(err, HX_EIO, "unix socket %.100s: %s%s", path, uv_strerror(rc),
+                       rc == UV_EADDRINUSE ? "; stop the other program or choose another "
+                                             "path"
+                                           : "");
     return 0;
 }
 
@@ -953,15 +1102,20 @@ int hx_http_open(hx_http **out, const hx_http_opt *opt, hx_http_fn *fn, void *ud
         return hx_fail(err, HX_EIO, "http: event loop: %s", uv_strerror(rc));
     }
     uv_timer_init(&h->loop, &h->drain);
-    uv_tcp_init(&h->loop, &h->listener);
-    h->listener.data = h->drain.data = h->wake.data = h;
+    h->local = opt->unix_path != NULL;
+    sock_init(h, &h->listener);
+    h->listener.handle.data = h->drain.data = h->wake.data = h;
     if ((rc = uv_async_init(&h->loop, &h->wake, on_wake)) != 0) {
         rc = hx_fail(err, HX_EIO, "http: event loop: %s", uv_strerror(rc));
         goto fail;
     }
-    if ((rc = copy_cors(h, opt->cors, err)) != 0 || (rc = listen_on(h, err)) != 0)
+    if ((opt->tls_cert != NULL || opt->tls_key != NULL) &&
+        (rc = hx_tls_open(&h->tls, opt->tls_cert, opt->tls_key, err)) != 0)
         goto fail;
-    h->opt.host = NULL;
+    if ((rc = copy_cors(h, opt->cors, err)) != 0 ||
+        (rc = h->local ? bind_path(h, err) : bind_address(h, err)) != 0)
+        goto fail;
+    h->opt.host = h->opt.unix_path = h->opt.tls_cert = h->opt.tls_key = NULL;
     *out = h;
     return 0;
 fail:
@@ -1020,6 +1174,8 @@ void hx_http_close(hx_http *h)
         conn_free(h->conns);
     uv_loop_close(&h->loop);
     uv_mutex_destroy(&h->lock);
+    hx_tls_close(h->tls);
+    hx_sb_free(&h->plain);
     hx_free(h->cors);
     hx_free(h);
 }

@@ -1,7 +1,7 @@
 /* http.h - what the HTTP files share: http_read.c (bytes to a request), http_write.c
- * (heads and error bodies of responses) and http.c (sockets, timers, queues). Others use
- * the http.c section of serve.h. Neither reader nor writer touches a socket or another
- * thread. */
+ * (heads and error bodies of responses), http_tls.c (TLS on memory) and http.c (sockets,
+ * timers, queues). Others use the http.c section of serve.h. None but http.c touches a
+ * socket or another thread. */
 #ifndef HX_SERVE_HTTP_H
 #define HX_SERVE_HTTP_H
 
@@ -72,5 +72,24 @@ void hx_http_write_error(hx_sb *b, int status, const char *why);
 /* The extra headers of the answer to a preflight; wanted: the headers it asks for. */
 void hx_http_write_preflight(hx_sb *b, bool cors, hx_str wanted);
 bool hx_http_has_body(int status);
+
+/* ---- http_tls.c -------------------------------------------------------- */
+
+typedef struct hx_tls hx_tls;           /* certificate and key */
+typedef struct hx_tls_conn hx_tls_conn; /* one connection */
+
+/* Both files are PEM; cert may be a chain. Errors: HX_EARG (which file, why), HX_ENOMEM,
+ * HX_EUNSUP (a build without TLS). */
+int hx_tls_open(hx_tls **out, const char *cert, const char *key, hx_err *err);
+void hx_tls_close(hx_tls *t);
+hx_tls_conn *hx_tls_accept(hx_tls *t); /* NULL: no memory */
+void hx_tls_free(hx_tls_conn *c);
+bool hx_tls_ready(const hx_tls_conn *c); /* the handshake is over */
+/* Takes what came from the socket, appends what it says. HX_EIO: it is no TLS, or broken;
+ * what hx_tls_take() gives may still be sent. */
+int hx_tls_read(hx_tls_conn *c, hx_str bytes, hx_sb *plain);
+int hx_tls_write(hx_tls_conn *c, hx_str plain); /* once ready */
+void hx_tls_take(hx_tls_conn *c, hx_sb *out);   /* appends what is to be sent */
+void hx_tls_end(hx_tls_conn *c);                /* says goodbye */
 
 #endif

@@ -166,6 +166,16 @@ static void silent(server *s, hx_exchange *x)
     hx_http_end(x);
 }
 
+/* Lines of JSON in place of events. */
+static void silent_lines(server *s, hx_exchange *x)
+{
+    hx_http_begin_stream(x, "application/x-ndjson", HX_STR("{\"idle\":1}\n"));
+    hx_http_flush(s->h);
+    for (int i = 0; i < 10000 && !hx_http_gone(x); i++)
+        nap(1000);
+    hx_http_end(x);
+}
+
 /* The same without a word: prefill of a request that does not stream. */
 static void think(server *s, hx_exchange *x)
 {
@@ -206,11 +216,12 @@ static const struct {
     void (*fn)(server *s, hx_exchange *x);
     bool threaded;
 } routes[] = {
-    { "/slow", slow, true },     { "/hold", hold, true },
-    { "/worker", echo, true },   { "/big", big, true },
-    { "/events", events, true }, { "/silent", silent, true },
-    { "/think", think, true },   { "/flood", flood, true },
-    { "/mute", mute, false },    { "/gather", gather, false },
+    { "/slow", slow, true },          { "/hold", hold, true },
+    { "/worker", echo, true },        { "/big", big, true },
+    { "/events", events, true },      { "/silent", silent, true },
+    { "/think", think, true },        { "/flood", flood, true },
+    { "/mute", mute, false },         { "/gather", gather, false },
+    { "/lines", silent_lines, true },
 };
 
 static void *run_job(void *ud)
@@ -1265,6 +1276,66 @@ static void test_keepalive_comment(void **state)
     stop(&s);
 }
 
+static void test_keepalive_line(void **state)
+{
+    server s;
+    client c;
+    const char *p;
+    int n = 0;
+
+    (void)state;
+    start(&s, (hx_http_opt) { .keepalive_ms = 50 });
+    c = dial(&s);
+    put_str(&c, "GET /lines HTTP/1.1\r\n" H "\r\n");
+    while (n < 3 && more(&c) > 0)
+        for (n = 0, p = c.p; (p = strstr(p, "\r\nb\r\n{\"idle\":1}\n\r\n")) != NULL; p++)
+            n++;
+    assert_non_null(strstr(c.p, "Content-Type: application/x-ndjson\r\n"));
+    assert_null(strstr(c.p, "keepalive\n"));
+    assert_in_range(n, 3, 20);
+    hang_up(&c);
+    stop(&s);
+}
+
+/* Who is not admitted is answered before his body has come; others are not asked again. */
+static bool admit_some(void *ud, const hx_exchange *x)
+{
+    (void)ud;
+    return hx_http_header(x, "x-probe").n > 0;
+}
+
+static void test_admit(void **state)
+{
+    server s;
+    client c;
+    reply r;
+
+    (void)state;
+    start(&s, (hx_http_opt) { .admit = admit_some });
+    c = dial(&s);
+    put_str(&c, "POST / HTTP/1.1\r\n" H "Content-Length: 1000000\r\n\r\n");
+    assert_int_equal(get(&c, &r), 401);
+    assert_string_equal(field(&r, "\r\nConnection"), "close");
+    assert_non_null(strstr(r.body, "authentication_error"));
+    reply_free(&r);
+    assert_true(at_end(&c));
+    hang_up(&c);
+    c = dial(&s);
+    put_str(&c, "POST / HTTP/1.1\r\n" H "X-Probe: 1\r\nContent-Length: 3\r\n\r\na");
+    nap(20000);
+    put_str(&c, "bc");
+    assert_int_equal(get(&c, &r), 200);
+    assert_string_equal(r.body, "POST|/||1|abc");
+    reply_free(&r);
+    put_str(&c, "OPTIONS / HTTP/1.1\r\n" H "Content-Length: 3\r\n\r\na");
+    nap(20000);
+    put_str(&c, "bc");
+    assert_int_equal(get(&c, &r), 204);
+    reply_free(&r);
+    hang_up(&c);
+    stop(&s);
+}
+
 static void test_slow_reader(void **state)
 {
     const int32_t stall_ms = SLOW > 1 ? 2000 : 500;
@@ -1870,19 +1941,20 @@ int main(void)
     const struct CMUnitTest tests[] = {
         /* First, while the heap has no free memory that would hide what connections take.
          */
-        cmocka_unit_test(test_idle_crowd),    cmocka_unit_test(test_reader_cuts),
-        cmocka_unit_test(test_split),         cmocka_unit_test(test_faults),
-        cmocka_unit_test(test_goods),         cmocka_unit_test(test_pipeline),
-        cmocka_unit_test(test_ahead),         cmocka_unit_test(test_keep_alive),
-        cmocka_unit_test(test_limits),        cmocka_unit_test(test_expect),
-        cmocka_unit_test(test_slow_requests), cmocka_unit_test(test_too_many),
-        cmocka_unit_test(test_all_bodies),    cmocka_unit_test(test_head_and_cors),
-        cmocka_unit_test(test_events),        cmocka_unit_test(test_keepalive_comment),
-        cmocka_unit_test(test_slow_reader),   cmocka_unit_test(test_full),
-        cmocka_unit_test(test_gone),          cmocka_unit_test(test_vanish),
-        cmocka_unit_test(test_drain),         cmocka_unit_test(test_addresses),
-        cmocka_unit_test(test_no_memory),     cmocka_unit_test(test_cost_request),
-        cmocka_unit_test(test_cost_burst),    cmocka_unit_test(test_cost_step),
+        cmocka_unit_test(test_idle_crowd),     cmocka_unit_test(test_reader_cuts),
+        cmocka_unit_test(test_split),          cmocka_unit_test(test_faults),
+        cmocka_unit_test(test_goods),          cmocka_unit_test(test_pipeline),
+        cmocka_unit_test(test_ahead),          cmocka_unit_test(test_keep_alive),
+        cmocka_unit_test(test_limits),         cmocka_unit_test(test_expect),
+        cmocka_unit_test(test_slow_requests),  cmocka_unit_test(test_too_many),
+        cmocka_unit_test(test_all_bodies),     cmocka_unit_test(test_head_and_cors),
+        cmocka_unit_test(test_events),         cmocka_unit_test(test_keepalive_comment),
+        cmocka_unit_test(test_keepalive_line), cmocka_unit_test(test_admit),
+        cmocka_unit_test(test_slow_reader),    cmocka_unit_test(test_full),
+        cmocka_unit_test(test_gone),           cmocka_unit_test(test_vanish),
+        cmocka_unit_test(test_drain),          cmocka_unit_test(test_addresses),
+        cmocka_unit_test(test_no_memory),      cmocka_unit_test(test_cost_request),
+        cmocka_unit_test(test_cost_burst),     cmocka_unit_test(test_cost_step),
     };
 
     for (size_t i = 0; i < sizeof(ten_mb); i++)

@@ -99,7 +99,9 @@ void hx_http_write_error(hx_sb *b, int status, const char *why)
     hx_sb_str(b, "{\"error\":{\"message\":");
     hx_json_put_str(b, hx_str_c(why));
     hx_sb_printf(b, ",\"type\":\"%s\",\"param\":null,\"code\":\"%s\"}}",
-                 status < 500 ? "invalid_request_error" : "server_error",
+                 status == 401  ? "authentication_error"
+                 : status < 500 ? "invalid_request_error"
+                                : "server_error",
                  i < HX_LEN(statuses) ? statuses[i].code : "error");
 }
 

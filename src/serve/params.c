@@ -475,3 +475,48 @@ int hx_params_sampling(hx_call *c, hx_generate *g)
         r->top_p = 1e-6f;
     return 0;
 }
+
+/* ---- for dialects with names of their own -------------------------------- */
+
+int hx_params_num(hx_call *c, const hx_json *obj, const char *name, double min,
+                  double max, double *out)
+{
+    const hx_json *j = hx_params_get(obj, name);
+    const hx_json_type k = hx_json_kind(j);
+    const double v = hx_json_num(j, 0);
+
+    if (j == NULL)
+        return 0;
+    if (k != HX_JSON_INT && k != HX_JSON_DOUBLE)
+        return wrong_type(c, name, "a number", j);
+    if (!(v >= min && v <= max))
+        return hx_server_problem(c, 400, name, "invalid_value", "%s: %g, expected %g..%g",
+                                 name, v, min, max);
+    *out = v;
+    return 0;
+}
+
+int hx_params_shared(hx_call *c, const hx_json *obj, hx_generate *g)
+{
+    hx_json *body = c->body;
+    hx_request *r = &g->sampling;
+    bool skip_special = !g->keep_special;
+    int rc;
+
+    c->body = (hx_json *)(uintptr_t)obj;
+    if ((rc = read_numbers(c, r)) == 0 && (rc = read_stop(c, r)) == 0 &&
+        (rc = read_stop_ids(c, r)) == 0 && (rc = read_bias(c, r)) == 0 &&
+        (rc = hx_params_bool(c, obj, "ignore_eos", &r->ignore_eos)) == 0)
+        rc = hx_params_bool(c, obj, "skip_special_tokens", &skip_special);
+    c->body = body;
+    g->keep_special = !skip_special;
+    if (r->top_p == 0 && hx_params_get(obj, "top_p") != NULL)
+        r->top_p = 1e-6f; /* as in hx_params_sampling() */
+    return rc;
+}
+
+int hx_params_grammar(hx_call *c, hx_generate *g, hx_grammar_kind kind, const char *param,
+                      const hx_json *v)
+{
+    return set_grammar(c, g, kind, param, v);
+}

@@ -16,10 +16,14 @@ typedef struct hx_responses hx_responses;
 
 /* Zero is a good default everywhere. Strings are copied. */
 typedef struct {
-    const char *host; /* NULL: "127.0.0.1" */
-    int32_t port;     /* 0 picks a free one */
-    const char
-        *api_key; /* NULL: open; else needed everywhere but /health and preflights */
+    const char *host;               /* NULL: "127.0.0.1" */
+    int32_t port;                   /* 0 picks a free one */
+    const char *unix_path;          /* a unix socket instead of host and port */
+    const char *tls_cert, *tls_key; /* PEM files; NULL: no TLS */
+    const char *api_key; /* NULL: open; else lines KEY or NAME=KEY, one of which is needed
+                          * everywhere but for /health and preflights */
+    const char *admin_key;   /* NULL: every key may do all; else the one that may do what
+                            * concerns the server itself */
     const char *served_name; /* NULL: the model's */
     const char *cors;        /* allowed origin; NULL: "*"; "off": none */
     bool official_tokens;    /* see hx_render_opt */
@@ -43,19 +47,26 @@ void hx_server_close(hx_server *s);
 
 /* ---- http.c: sockets to requests, responses to sockets ------------------ */
 
+struct hx_exchange;
+
 /* Limits; 0 takes the default in brackets. */
 typedef struct {
-    const char *host;         /* ["127.0.0.1"] */
-    int32_t port;             /* 0 picks a free one */
-    const char *cors;         /* allowed origin ["*"]; "off": no CORS headers */
-    size_t max_head_bytes;    /* [32 KiB] else 431 */
-    size_t max_body_bytes;    /* [32 MiB] else 413, before it is read */
-    size_t max_queue_bytes;   /* [1 MiB] written but not taken by the client */
-    int32_t max_connections;  /* [4096] else 503 and close */
-    int32_t head_ms, body_ms; /* [10 s, 60 s] to arrive, else 408 */
-    int32_t idle_ms;          /* [75 s] between requests of a connection */
+    const char *host;               /* ["127.0.0.1"] */
+    int32_t port;                   /* 0 picks a free one */
+    const char *unix_path;          /* a unix socket instead of host and port */
+    const char *tls_cert, *tls_key; /* PEM files; NULL: no TLS */
+    const char *cors;               /* allowed origin ["*"]; "off": no CORS headers */
+    size_t max_head_bytes;          /* [32 KiB] else 431 */
+    size_t max_body_bytes;          /* [32 MiB] else 413, before it is read */
+    size_t max_queue_bytes;         /* [1 MiB] written but not taken by the client */
+    int32_t max_connections;        /* [4096] else 503 and close */
+    int32_t head_ms, body_ms;       /* [10 s, 60 s] to arrive, else 408 */
+    int32_t idle_ms;                /* [75 s] between requests of a connection */
     int32_t keepalive_ms; /* [10 s] silence on a begun stream before a comment is sent */
-    int32_t stall_ms;     /* [60 s] without taking a byte of what waits, then closed */
+    /* Loop thread, before a body that is still to come: false answers 401 at once, so that
+     * strangers cannot make the server read. NULL: all bodies are read. */
+    bool (*admit)(void *ud, const struct hx_exchange *x);
+    int32_t stall_ms; /* [60 s] without taking a byte of what waits, then closed */
 } hx_http_opt;
 
 typedef struct hx_http hx_http;
@@ -118,6 +129,19 @@ hx_http_state hx_http_send(hx_exchange *x, hx_str bytes);
 void hx_http_flush(hx_http *h);   /* any thread */
 void hx_http_end(hx_exchange *x); /* ends an event stream */
 
+/* ---- keys.c: who may use the server -------------------------------------- */
+
+typedef struct hx_keys hx_keys;
+typedef enum { HX_ACCESS_YES, HX_ACCESS_UNKNOWN, HX_ACCESS_NOT_ADMIN } hx_access;
+
+/* lines: see hx_server_opt.api_key; lines that begin with # do not count. Both NULL: *out
+ * is NULL, which lets everyone in. Errors: HX_EARG, HX_ELIMIT, HX_ENOMEM. */
+int hx_keys_open(hx_keys **out, const char *lines, const char *admin, hx_err *err);
+void hx_keys_close(hx_keys *k);
+/* given: what the client sent, {NULL, 0}: nothing. *name, borrowed: whose key it is, or
+ * NULL. */
+hx_access hx_keys_check(const hx_keys *k, hx_str given, bool admin, const char **name);
+
 /* ---- server.c: routes, workers, what every route needs ------------------- */
 
 /* A request that fails before its answer has begun: a status and an error body. */
@@ -158,6 +182,7 @@ struct hx_call {
     bool no_body;     /* the request's is not parsed */
 
     /* For the log; the exchange ends before it is written. */
+    const char *key; /* the name of the client's key, or NULL */
     char method[16], path[200];
     int64_t start_us;
     int status;                 /* of the answer */
@@ -188,6 +213,7 @@ hx_pump *hx_server_pump(const hx_server *s);
 hx_str hx_server_model_name(const hx_server *s);
 int64_t hx_server_created_s(const hx_server *s);
 hx_responses *hx_server_responses(const hx_server *s);
+double hx_server_load_s(const hx_server *s); /* from opening to the engine's coming */
 
 /* ---- params.c: typed fields of a request -------------------------------- */
 
@@ -199,6 +225,8 @@ int hx_params_bool(hx_call *c, const hx_json *obj, const char *name, bool *out);
 int hx_params_int(hx_call *c, const hx_json *obj, const char *name, int64_t min,
                   int64_t max, int64_t *out);
 int hx_params_str(hx_call *c, const hx_json *obj, const char *name, hx_str *out);
+int hx_params_num(hx_call *c, const hx_json *obj, const char *name, double min,
+                  double max, double *out);
 /* A list of token ids, in the call's arena; param names it in problems. */
 int hx_params_ids(hx_call *c, const hx_json *list, const char *param, const int32_t **out,
                   int64_t *n);
@@ -238,13 +266,15 @@ typedef struct {
     const hx_prompt *prompt; /* [n_prompt] raw prompts; chat: the rendered one, later */
     int32_t n_prompt, n;     /* prompts, answers of each */
     bool keep_special;       /* special tokens are shown */
+    bool every_token;        /* raw: each token is an event, and its text, if empty */
     bool stream, usage, echo;
     hx_str model; /* as the client called it */
 } hx_generate;
 
 /* What a dialect gets while answers are made; index counts answers over all prompts. */
 typedef enum {
-    HX_GEN_TOKEN, /* only with log-probabilities: token, bytes, logprob, top, offset */
+    HX_GEN_TOKEN, /* only with log-probabilities or every_token: token, bytes, logprob,
+                   * top, offset */
     HX_GEN_REPLY, /* a piece of a chat answer: reply */
     HX_GEN_TEXT,  /* a piece of a raw answer: text; follows the tokens it covers */
     HX_GEN_END    /* the answer is complete: stop, n_call and the counts */
@@ -288,6 +318,35 @@ typedef struct hx_gen hx_gen;
 int hx_params_sampling(hx_call *c, hx_generate *g);
 /* How long the answer may think, by any of the names that clients use for it. */
 int hx_params_thinking(hx_call *c, hx_generate *g);
+
+/* The fields that all dialects spell alike, of an object in the body: temperature, top_p,
+ * min_p, penalties, stop, stop_token_ids, logit_bias, ignore_eos, skip_special_tokens. */
+int hx_params_shared(hx_call *c, const hx_json *obj, hx_generate *g);
+/* The answer keeps to a grammar: its source is the JSON of v, or the text of a string. */
+int hx_params_grammar(hx_call *c, hx_generate *g, hx_grammar_kind kind, const char *param,
+                      const hx_json *v);
+
+/* ---- prompts.c: raw prompts of a request --------------------------------- */
+
+enum { HX_PROMPT_TEXT = 1, HX_PROMPT_IDS = 2 };
+#define HX_PROMPTS_MAX 256
+
+typedef struct {
+    hx_prompt *prompt; /* [n] none is empty */
+    hx_str *text;      /* [n] as given; of ids: {NULL, 0} unless decoded */
+    int32_t n;
+    bool list; /* given as a list of prompts */
+} hx_prompts;
+
+/* The field name of the body, in the call's arena. kinds: what it may hold; decode: ids
+ * get their text too. */
+int hx_prompts_read(hx_call *c, const char *name, int kinds, bool decode,
+                    hx_prompts *out);
+/* Ids of text. Past the context the count alone is right. */
+int hx_prompts_tokenize(hx_call *c, const char *param, hx_str text, hx_prompt *out);
+/* before and after as the model's own markers for filling in the middle want them. */
+int hx_prompts_infill(hx_call *c, const char *param, hx_str before, hx_str after,
+                      hx_prompt *out);
 
 /* Whether the prompts are few and short enough; hx_gen_open() does this by itself. */
 int hx_gen_check(hx_call *c, const hx_generate *g);
@@ -349,11 +408,29 @@ void hx_loop_close(hx_loop *l);
 /* One more token. true: what came is the same `period` tokens `times` times over. */
 bool hx_loop_feed(hx_loop *l, int32_t id, int32_t *period, int32_t *times);
 
-/* ---- dialects: api_openai.c, api_completions.c --------------------------- */
+/* ---- dialects: api_*.c ---------------------------------------------------- */
 
 int hx_openai_chat(hx_call *c);
 int hx_openai_act(hx_call *c); /* on a running answer: end_thinking */
 int hx_completions(hx_call *c);
+int hx_sglang_generate(hx_call *c);
+int hx_sglang_model_info(hx_call *c);
+int hx_sglang_server_info(hx_call *c);
+int hx_sglang_flush_cache(hx_call *c);
+int hx_ollama_chat(hx_call *c);
+int hx_ollama_generate(hx_call *c);
+int hx_ollama_tags(hx_call *c);
+int hx_ollama_ps(hx_call *c);
+int hx_ollama_show(hx_call *c);
+int hx_ollama_version(hx_call *c);
+hx_problem_fn hx_ollama_write_problem;
+int hx_embeddings(hx_call *c);
+int hx_embeddings_ollama(hx_call *c);     /* /api/embed */
+int hx_embeddings_ollama_one(hx_call *c); /* /api/embeddings, the older one */
+int hx_misc_props(hx_call *c);
+int hx_misc_apply_template(hx_call *c);
+int hx_misc_openapi(hx_call *c);
+
 /* Shared by both: usage and timings of the answers so far. */
 typedef struct {
     int64_t n_prompt, n_cached, n_answer, n_reasoning;

@@ -29,16 +29,17 @@ struct hx_server {
     hx_http *http;
     hx_pump *pump;
     hx_responses *responses;
-    char *api_key, *served_name; /* NULL: none */
+    hx_keys *keys;     /* NULL: open */
+    char *served_name; /* NULL: none */
     bool official_tokens;
     int32_t drain_ms;
-    int64_t created_s;
+    int64_t created_s, open_us, ready_us;
     uint64_t seed;
     atomic_ullong n_random;
     atomic_ullong load_done, load_total;
     atomic_bool draining;
 
-    /* Written once by hx_server_set_engine(), before ready. */
+    /* Written once by hx_server_set_engine(), before ready; so is ready_us. */
     hx_engine *engine;
     hx_info info;
     atomic_bool ready;
@@ -57,6 +58,7 @@ struct route {
     hx_route_fn *run;
     hx_problem_fn *problem; /* NULL: as OpenAI shapes errors */
     bool no_body;           /* a POST whose body, if any, is not read */
+    bool admin;             /* needs the admin key where there is one */
     bool open;              /* needs no key */
     bool early;             /* works without an engine, on the loop thread */
 };
@@ -195,6 +197,11 @@ hx_str hx_server_model_name(const hx_server *s)
 int64_t hx_server_created_s(const hx_server *s)
 {
     return s->created_s;
+}
+
+double hx_server_load_s(const hx_server *s)
+{
+    return (double)(s->ready_us - s->open_us) / 1e6;
 }
 
 /* ---- routes that need no worker ---------------------------------------- */
@@ -347,7 +354,7 @@ static int tokenize(hx_call *c)
 
     if (hx_params_get(c->body, "messages") != NULL)
         return tokenize_chat(c);
-    for (size_t i = 0; i < HX_LEN(names) && text.p == NULL; i++)
+    for (size_t i = HX_LEN(names); i-- > 0;) /* the first wins */
         if ((rc = hx_params_str(c, c->body, names[i], &text)) != 0)
             return rc;
     if (text.p == NULL)
@@ -398,12 +405,13 @@ static int detokenize(hx_call *c)
 
 /* ---- routing ----------------------------------------------------------- */
 
+#define OLLAMA .problem = hx_ollama_write_problem
 static const route routes[] = {
     { .method = "GET", .path = "/", .early = true },
     { .method = "GET", .path = "/health", .open = true, .early = true },
     { .method = "GET", .path = "/models", .run = models },
     { .method = "GET", .path = "/models/", .run = model },
-    { .method = "GET", .path = "/metrics", .run = metrics },
+    { .method = "GET", .path = "/metrics", .run = metrics, .admin = true },
     { .method = "POST", .path = "/chat/completions", .run = hx_openai_chat },
     { .method = "POST",
       .path = "/chat/completions/",
@@ -425,6 +433,35 @@ static const route routes[] = {
       .problem = hx_anthropic_write_problem },
     { .method = "POST", .path = "/tokenize", .run = tokenize },
     { .method = "POST", .path = "/detokenize", .run = detokenize },
+    { .method = "POST", .path = "/apply-template", .run = hx_misc_apply_template },
+    { .method = "POST", .path = "/embeddings", .run = hx_embeddings },
+    { .method = "GET", .path = "/props", .run = hx_misc_props },
+    { .method = "GET", .path = "/openapi.json", .run = hx_misc_openapi },
+    { .method = "POST", .path = "/generate", .run = hx_sglang_generate },
+    { .method = "GET", .path = "/model_info", .run = hx_sglang_model_info },
+    { .method = "GET", .path = "/get_model_info", .run = hx_sglang_model_info },
+    { .method = "GET", .path = "/server_info", .run = hx_sglang_server_info },
+    { .method = "GET", .path = "/get_server_info", .run = hx_sglang_server_info },
+    { .method = "GET",
+      .path = "/flush_cache",
+      .run = hx_sglang_flush_cache,
+      .admin = true },
+    { .method = "POST",
+      .path = "/flush_cache",
+      .run = hx_sglang_flush_cache,
+      .admin = true,
+      .no_body = true },
+    { .method = "POST", .path = "/api/chat", .run = hx_ollama_chat, OLLAMA },
+    { .method = "POST", .path = "/api/generate", .run = hx_ollama_generate, OLLAMA },
+    { .method = "POST", .path = "/api/embed", .run = hx_embeddings_ollama, OLLAMA },
+    { .method = "POST",
+      .path = "/api/embeddings",
+      .run = hx_embeddings_ollama_one,
+      OLLAMA },
+    { .method = "POST", .path = "/api/show", .run = hx_ollama_show, OLLAMA },
+    { .method = "GET", .path = "/api/tags", .run = hx_ollama_tags, OLLAMA },
+    { .method = "GET", .path = "/api/ps", .run = hx_ollama_ps, OLLAMA },
+    { .method = "GET", .path = "/api/version", .run = hx_ollama_version, OLLAMA },
 };
 
 static bool path_matches(const char *pattern, hx_str path)
@@ -459,31 +496,36 @@ static const route *find_route(hx_str method, hx_str path)
     return other;
 }
 
-/* Takes as long for a key that is nearly right as for any other of its length. */
-static bool same_key(const char *key, hx_str given)
-{
-    const size_t n = strlen(key);
-    size_t diff = n ^ given.n;
-
-    for (size_t i = 0; i < given.n; i++)
-        diff |=
-            (size_t)((unsigned char)given.p[i] ^ (unsigned char)key[n > 0 ? i % n : 0]);
-    return diff == 0;
-}
-
-static bool has_key(const hx_server *s, const hx_exchange *x)
+static hx_str given_key(const hx_exchange *x)
 {
     hx_str key = hx_http_header(x, "authorization");
 
-    if (key.n > 7 && strncasecmp(key.p, "bearer ", 7) == 0) {
-        key.p += 7;
-        key.n -= 7;
-        while (key.n > 0 && *key.p == ' ')
-            key.p++, key.n--;
-    } else {
-        key = hx_http_header(x, "x-api-key");
+    if (key.n <= 7 || strncasecmp(key.p, "bearer ", 7) != 0)
+        return hx_http_header(x, "x-api-key");
+    key.p += 7;
+    key.n -= 7;
+    while (key.n > 0 && *key.p == ' ')
+        key.p++, key.n--;
+    return key;
+}
+
+/* Unknown paths are told only to who has a key. */
+static int check_key(hx_server *s, const route *r, hx_call *c)
+{
+    if (s->keys == NULL || (r != NULL && r->open))
+        return 0;
+    switch (hx_keys_check(s->keys, given_key(c->x), r != NULL && r->admin, &c->key)) {
+    case HX_ACCESS_UNKNOWN:
+        return hx_server_problem(
+            c, 401, NULL, "invalid_api_key",
+            "API key: missing or wrong; send Authorization: Bearer KEY");
+    case HX_ACCESS_NOT_ADMIN:
+        return hx_server_problem(c, 403, NULL, "forbidden",
+                                 "API key: this path takes the admin key only");
+    case HX_ACCESS_YES:
+        break;
     }
-    return key.p != NULL && same_key(s->api_key, key);
+    return 0;
 }
 
 static void log_call(const hx_call *c)
@@ -491,18 +533,27 @@ static void log_call(const hx_call *c)
     const size_t n = strlen(c->path);
     const bool quiet = n >= 7 && strcmp(c->path + n - 7, "/health") == 0;
 
-    hx_log(quiet ? HX_LOG_DEBUG : HX_LOG_INFO, "%s %s %d, %lld + %lld tokens, %.1f ms",
-           c->method, c->path, c->status, (long long)c->n_prompt, (long long)c->n_answer,
-           (double)(hx_now_us() - c->start_us) / 1e3);
+    hx_log(quiet ? HX_LOG_DEBUG : HX_LOG_INFO,
+           "%s %s %d, %lld + %lld tokens, %.1f ms%s%s", c->method, c->path, c->status,
+           (long long)c->n_prompt, (long long)c->n_answer,
+           (double)(hx_now_us() - c->start_us) / 1e3, c->key != NULL ? ", " : "",
+           c->key != NULL ? c->key : "");
+}
+
+/* For http.c, before it reads a body. */
+static bool admit(void *ud, const hx_exchange *x)
+{
+    hx_server *s = ud;
+    hx_call c = { .server = s, .x = (hx_exchange *)(uintptr_t)x };
+
+    return check_key(s, find_route(x->method, x->path), &c) == 0;
 }
 
 /* Notes why a request cannot be handed to a worker; 0 when it can. */
 static int refuse(hx_server *s, const hx_exchange *x, const route *r, hx_call *c)
 {
-    if (s->api_key != NULL && (r == NULL || !r->open) && !has_key(s, x))
-        return hx_server_problem(
-            c, 401, NULL, "invalid_api_key",
-            "API key: missing or wrong; send Authorization: Bearer KEY");
+    if (check_key(s, r, c) != 0)
+        return HX_EARG;
     if (r == NULL)
         return hx_server_problem(c, 404, NULL, "not_found", "no such path: %.*s",
                                  (int)HX_MIN(x->path.n, 100u), x->path.p);
@@ -533,6 +584,13 @@ static void answer_early(hx_call *c, const route *r)
 }
 
 /* The handler of http.c; loop thread. */
+static bool is_below(hx_str path, const char *folder)
+{
+    const size_t n = strlen(folder);
+
+    return path.n > n && memcmp(path.p, folder, n) == 0;
+}
+
 static void route_request(void *ud, hx_exchange *x)
 {
     hx_server *s = ud;
@@ -542,8 +600,13 @@ static void route_request(void *ud, hx_exchange *x)
     snprintf(c.method, sizeof c.method, "%.*s", (int)HX_MIN(x->method.n, 15u),
              x->method.p);
     snprintf(c.path, sizeof c.path, "%.*s", (int)HX_MIN(x->path.n, 199u), x->path.p);
-    c.put_problem = r != NULL ? r->problem : NULL;
     hx_server_new_id(s, "req_", x->request_id);
+    if (r != NULL)
+        c.put_problem = r->problem;
+    else if (is_below(x->path, "/api/"))
+        c.put_problem = hx_ollama_write_problem;
+    else if (is_below(x->path, "/v1/messages/") || is_below(x->path, "/messages/"))
+        c.put_problem = hx_anthropic_write_problem;
     if (refuse(s, x, r, &c) == 0) {
         if (r->early) {
             answer_early(&c, r);
@@ -751,7 +814,11 @@ int hx_server_open(hx_server **out, const hx_server_opt *opt, hx_err *err)
 {
     const hx_http_opt http = { .host = opt->host,
                                .port = opt->port,
+                               .unix_path = opt->unix_path,
+                               .tls_cert = opt->tls_cert,
+                               .tls_key = opt->tls_key,
                                .cors = opt->cors,
+                               .admit = admit,
                                .max_body_bytes = opt->max_body_bytes,
                                .max_connections = opt->max_connections };
     hx_server *s = hx_new(hx_server, 1);
@@ -771,21 +838,16 @@ int hx_server_open(hx_server **out, const hx_server_opt *opt, hx_err *err)
     s->drain_ms = opt->drain_ms > 0 ? opt->drain_ms : 30000;
     s->max_worker = SPARE_WORKERS + hx_sys_n_cpu();
     s->created_s = (int64_t)time(NULL);
+    s->open_us = hx_now_us();
     if (getrandom(&s->seed, sizeof s->seed, 0) != (ssize_t)sizeof s->seed)
         s->seed = (uint64_t)hx_now_us();
-    s->api_key = dup_str(opt->api_key);
     s->served_name = dup_str(opt->served_name);
-    if ((opt->api_key != NULL && s->api_key == NULL) ||
-        (opt->served_name != NULL && s->served_name == NULL)) {
+    if (opt->served_name != NULL && s->served_name == NULL) {
         rc = hx_fail(err, HX_ENOMEM, "server: no memory");
         goto fail;
     }
-    if (opt->api_key != NULL && *opt->api_key == '\0') {
-        rc = hx_fail(err, HX_EARG,
-                     "API key: empty; leave the option out for an open server");
-        goto fail;
-    }
-    if ((rc = hx_http_open(&s->http, &http, route_request, s, err)) != 0 ||
+    if ((rc = hx_keys_open(&s->keys, opt->api_key, opt->admin_key, err)) != 0 ||
+        (rc = hx_http_open(&s->http, &http, route_request, s, err)) != 0 ||
         (rc = hx_gen_open_pump(&s->pump, s->http, err)) != 0 ||
         (rc = hx_response_store_open(&s->responses, err)) != 0)
         goto fail;
@@ -805,6 +867,7 @@ void hx_server_set_engine(hx_server *s, hx_engine *e)
 {
     s->engine = e;
     hx_get_info(e, &s->info);
+    s->ready_us = hx_now_us();
     atomic_store(&s->ready, true);
 }
 
@@ -848,7 +911,7 @@ void hx_server_close(hx_server *s)
     pthread_cond_destroy(&s->work);
     pthread_cond_destroy(&s->gone);
     pthread_mutex_destroy(&s->lock);
-    hx_free(s->api_key);
+    hx_keys_close(s->keys);
     hx_free(s->served_name);
     hx_free(s);
 }

@@ -737,7 +737,9 @@ static void test_completions_refused(void **state)
         { "{\"prompt\":{}}", "prompt" },
         { "{\"prompt\":[-1]}", "prompt" },
         { "{\"prompt\":\"a\",\"suffix\":\"b\"}", "suffix" },
-        { "{\"prompt\":\"a\",\"best_of\":2}", "best_of" },
+        { "{\"prompt\":\"a\",\"best_of\":2,\"n\":3}", "best_of" },
+        { "{\"prompt\":\"a\",\"best_of\":2,\"stream\":true}", "best_of" },
+        { "{\"prompt\":\"a\",\"best_of\":17}", "best_of" },
         { "{\"prompt\":\"a\",\"logprobs\":21}", "logprobs" },
         { "{\"prompt\":\"a\",\"logprobs\":true}", "logprobs" },
         { "{\"prompt\":\"a\",\"echo\":1}", "echo" },
@@ -752,6 +754,58 @@ static void test_completions_refused(void **state)
         if (r->status != 400 ||
             !hx_str_is(hx_json_str(at(r->json, "error.param")), cases[i].param))
             fail_msg("%s: %d %s", cases[i].body, r->status, TEXT(r->body));
+        done(r);
+    }
+    stop(f);
+}
+
+/* ---- other dialects ------------------------------------------------------ */
+
+static void test_dialects(void **state)
+{
+    static const struct {
+        const char *path, *body;
+        int status;
+        const char *has;
+    } cases[] = {
+        { "/generate", "{\"text\":\"[[a|bc]]\"}", 200, "{\"text\":\"abc\"" },
+        { "/generate", "{\"text\":[\"[[a1]]\",\"[[b1]]\"]}", 200, "},{\"text\":\"b1\"" },
+        /* a character in three tokens: the first event comes with the first */
+        { "/generate", "{\"text\":\"[[\\\\xe2|\\\\x82|\\\\xac]]\",\"stream\":true}", 200,
+          "data: {\"text\":\"\",\"output_ids\":[226]" },
+        { "/generate", "{\"text\":\"[[\\\\xe2|\\\\x82|\\\\xac]]\",\"stream\":true}", 200,
+          "data: {\"text\":\"\xe2\x82\xac\",\"output_ids\":[226,130,172]" },
+        { "/generate", "{\"text\":\"[[{error=1}a|b]]\",\"stream\":true}", 200,
+          "data: {\"error\":{\"message\":\"device: broke" },
+        { "/generate",
+          "{\"text\":\"ab[[x]]\",\"return_logprob\":true,"
+          "\"logprob_start_len\":1,\"sampling_params\":{\"max_new_tokens\":0}}",
+          200, "\"input_token_logprobs\":[[null,98,null],[-1,91,null],[-1,91,null]" },
+        { "/v1/embeddings", "{\"input\":\"ab\"}", 200, "\"embedding\":[0.44721359" },
+        { "/v1/embeddings", "{\"input\":[\"ab\",\"c\"],\"encoding_format\":\"base64\"}",
+          200, "\"index\":1,\"embedding\":\"LvnkPi75ZD8=\"" },
+        { "/v1/completions", "{\"prompt\":\"a\",\"suffix\":\"b\"}", 400,
+          "<|code_prefix|>" },
+        { "/api/chat", "{" USER ",\"stream\":false}", 200,
+          "\"message\":{\"role\":\"assistant\",\"content\":\"\",\"thinking\":\"ok\"}" },
+        { "/api/generate", "{\"prompt\":\"[[a|b]]\",\"raw\":true}", 200,
+          "\"response\":\"b\",\"done\":false}\n" },
+        { "/api/generate", "{\"prompt\":\"[[{error=1}a|b]]\",\"raw\":true}", 200,
+          "{\"error\":\"device: broke as the script says\"}\n" },
+        { "/api/chat", "{\"messages\":7}", 400, "{\"error\":\"messages" },
+        { "/api/chat", "{" USER ",\"stream\":1}", 400, "{\"error\":\"stream" },
+        { "/api/nothing", "{}", 404, "{\"error\":\"no such path" },
+        { "/apply-template", "{" USER "}", 200, "{\"prompt\":\"user:x;<think>\"}" },
+    };
+    fixture *f = start(NULL, 4, 16, 4096);
+
+    (void)state;
+    for (size_t i = 0; i < HX_LEN(cases); i++) {
+        response *r = post(f, cases[i].path, cases[i].body);
+
+        if (r->status != cases[i].status || strstr(TEXT(r->body), cases[i].has) == NULL)
+            fail_msg("%s %s: %d %s", cases[i].path, cases[i].body, r->status,
+                     TEXT(r->body));
         done(r);
     }
     stop(f);
@@ -1233,20 +1287,20 @@ static void test_no_leaks(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_open),         cmocka_unit_test(test_loading),
-        cmocka_unit_test(test_routes),       cmocka_unit_test(test_key),
-        cmocka_unit_test(test_refused),      cmocka_unit_test(test_messages),
-        cmocka_unit_test(test_params),       cmocka_unit_test(test_chat),
-        cmocka_unit_test(test_no_thinking),  cmocka_unit_test(test_streams),
-        cmocka_unit_test(test_tools),        cmocka_unit_test(test_usage_chunk),
-        cmocka_unit_test(test_several),      cmocka_unit_test(test_logprobs),
-        cmocka_unit_test(test_completions),  cmocka_unit_test(test_completions_refused),
-        cmocka_unit_test(test_overflow),     cmocka_unit_test(test_queue_full),
-        cmocka_unit_test(test_engine_error), cmocka_unit_test(test_gone),
-        cmocka_unit_test(test_scoring),      cmocka_unit_test(test_slow_client),
-        cmocka_unit_test(test_vanish),       cmocka_unit_test(test_many),
-        cmocka_unit_test(test_cost),         cmocka_unit_test(test_drain),
-        cmocka_unit_test(test_no_leaks),
+        cmocka_unit_test(test_open),        cmocka_unit_test(test_loading),
+        cmocka_unit_test(test_routes),      cmocka_unit_test(test_key),
+        cmocka_unit_test(test_refused),     cmocka_unit_test(test_messages),
+        cmocka_unit_test(test_params),      cmocka_unit_test(test_chat),
+        cmocka_unit_test(test_no_thinking), cmocka_unit_test(test_streams),
+        cmocka_unit_test(test_tools),       cmocka_unit_test(test_usage_chunk),
+        cmocka_unit_test(test_several),     cmocka_unit_test(test_logprobs),
+        cmocka_unit_test(test_completions), cmocka_unit_test(test_completions_refused),
+        cmocka_unit_test(test_dialects),    cmocka_unit_test(test_overflow),
+        cmocka_unit_test(test_queue_full),  cmocka_unit_test(test_engine_error),
+        cmocka_unit_test(test_gone),        cmocka_unit_test(test_scoring),
+        cmocka_unit_test(test_slow_client), cmocka_unit_test(test_vanish),
+        cmocka_unit_test(test_many),        cmocka_unit_test(test_cost),
+        cmocka_unit_test(test_drain),       cmocka_unit_test(test_no_leaks),
     };
 
     return cmocka_run_group_tests_name("server", tests, NULL, NULL);
