@@ -173,9 +173,9 @@ build/hoist-portable: $(OBJ)/src/cli/main.o $(LIB)
 
 FUZZ_SECONDS ?= 30
 FUZZERS := $(patsubst fuzz/%_fuzz.c,%,$(wildcard fuzz/*_fuzz.c))
-build/fuzz/%: fuzz/%_fuzz.c $(LIB_SRC)
+build/fuzz/%: fuzz/%_fuzz.c $(LIB_SRC) | $(GEN)
 	@mkdir -p $(@D)
-	clang -std=c11 -D_GNU_SOURCE -O1 -g -ffp-contract=off -pthread -Iinclude -Isrc \
+	clang -std=c11 -D_GNU_SOURCE -O1 -g -ffp-contract=off -pthread -Iinclude -Isrc -I$(BUILD)/gen \
 	    -isystem /usr/share/include/llhttp -fsanitize=fuzzer,address,undefined \
 	    $< $(LIB_SRC) /usr/share/llhttp/*.c $(LIBS) -o $@
 fuzz: deps-test
