@@ -324,14 +324,14 @@ static uint64_t sum_of(const int32_t *id, int64_t n)
     return h;
 }
 
-static void put_settings(hx_sb *b, const hx_request *r)
+static void put_settings(hx_sb *b, const hx_request *r, int64_t max_new)
 {
     hx_sb_printf(b,
                  ",\"max_new\":%lld,\"min_new\":%lld,\"temperature\":%.9g,\"top_p\":%.9g,"
                  "\"min_p\":%.9g,\"top_k\":%d,\"repeat_penalty\":%.9g,"
                  "\"presence_penalty\":%.9g,\"frequency_penalty\":%.9g,\"seed\":\"%llu\","
                  "\"ignore_eos\":%s",
-                 (long long)r->max_new, (long long)r->min_new, (double)r->temperature,
+                 (long long)max_new, (long long)r->min_new, (double)r->temperature,
                  (double)r->top_p, (double)r->min_p, r->top_k, (double)r->repeat_penalty,
                  (double)r->presence_penalty, (double)r->frequency_penalty,
                  (unsigned long long)r->seed, r->ignore_eos ? "true" : "false");
@@ -364,7 +364,7 @@ static void put_record(hx_sb *b, const hx_stream *s, const char *finish, const c
     hx_json_put_str(b, hx_str_c(s->engine->name));
     hx_sb_str(b, ",\"device\":");
     hx_json_put_str(b, hx_str_c(s->engine->info.device));
-    put_settings(b, &s->req);
+    put_settings(b, &s->req, s->max_new);
     hx_sb_printf(b, ",\"forced\":%s,\"finish\":\"%s\",\"sum\":\"%016llx\"",
                  s->n_force > 0 ? "true" : "false", finish,
                  (unsigned long long)sum_of(answer, n));

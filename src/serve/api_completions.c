@@ -323,6 +323,15 @@ static void on_event(void *ud, const hx_gen_event *ev, hx_sb *out)
         break;
     case HX_GEN_REPLY:
         break;
+    case HX_GEN_PROGRESS:
+        hx_sb_add(out, t->head.p, t->head.n);
+        hx_sb_printf(out,
+                     "{\"index\":%d,\"text\":\"\",\"logprobs\":null,"
+                     "\"finish_reason\":null}],",
+                     ev->index);
+        hx_openai_write_progress(out, ev);
+        hx_sb_str(out, "}\n\n");
+        break;
     case HX_GEN_END:
         k->stop = ev->stop;
         hx_openai_add(&t->sum, ev, ev->index % t->req.n == 0);

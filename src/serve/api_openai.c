@@ -432,6 +432,21 @@ void hx_openai_write_timings(hx_sb *b, const hx_openai_sum *s)
         (double)(t->started_us - t->queued_us) / 1e3);
 }
 
+void hx_openai_write_progress(hx_sb *b, const hx_gen_event *ev)
+{
+    const int64_t start = ev->times.started_us;
+
+    hx_sb_printf(
+        b,
+        "\"prompt_progress\":{\"total\":%lld,\"cache\":%lld,\"processed\":%lld,"
+        "\"time_ms\":%lld,\"queue\":%lld",
+        (long long)ev->n_prompt, (long long)ev->n_cached, (long long)ev->n_prefilled,
+        (long long)(start != 0 ? (hx_now_us() - start) / 1000 : 0), (long long)ev->queue);
+    if (ev->eta_ms >= 0)
+        hx_sb_printf(b, ",\"eta_ms\":%lld", (long long)ev->eta_ms);
+    hx_sb_char(b, '}');
+}
+
 void hx_openai_write_tail(hx_sb *b, const hx_openai_sum *s)
 {
     hx_sb_str(b, "],");
@@ -690,6 +705,13 @@ static void on_event(void *ud, const hx_gen_event *ev, hx_sb *out)
             collect_reply(t, k, ev->reply);
         break;
     case HX_GEN_TEXT:
+        break;
+    case HX_GEN_PROGRESS:
+        hx_sb_add(out, t->head.p, t->head.n);
+        hx_sb_printf(out, "{\"index\":%d,\"delta\":{},\"finish_reason\":null}],",
+                     ev->index);
+        hx_openai_write_progress(out, ev);
+        hx_sb_str(out, "}\n\n");
         break;
     case HX_GEN_END:
         k->stop = ev->stop;

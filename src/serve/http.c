@@ -780,6 +780,8 @@ void hx_http_begin_events(hx_exchange *x)
     };
     hx_sb b = { 0 };
 
+    if (c->begun)
+        return;
     /* On HTTP/1.0 the end of the connection is the end of the stream. */
     c->keep = c->keep && c->minor > 0 && !atomic_load(&c->h->stopping);
     head.keep_alive = c->keep;

@@ -369,8 +369,10 @@ static int read_stream(hx_call *c, hx_generate *g)
     const hx_json *options = hx_params_get(c->body, "stream_options");
     int rc;
 
-    if ((rc = hx_params_bool(c, c->body, "stream", &g->stream)) != 0)
+    if ((rc = hx_params_bool(c, c->body, "stream", &g->stream)) != 0 ||
+        (rc = hx_params_bool(c, c->body, "return_progress", &g->progress)) != 0)
         return rc;
+    g->progress = g->progress && g->stream;
     if (options == NULL)
         return 0;
     if (hx_json_kind(options) != HX_JSON_OBJECT)

@@ -22,6 +22,7 @@ typedef struct {
     const char *served_name; /* NULL: the model's */
     const char *cors;        /* allowed origin; NULL: "*"; "off": none */
     bool official_tokens;    /* see hx_render_opt */
+    bool log_prompts;        /* bodies of requests go to the log */
     size_t max_body_bytes;   /* 0: 32 MiB */
     int32_t max_connections; /* 0: 4096 */
     int32_t drain_ms; /* running requests may go on so long after a stop; 0: 30,000 */
@@ -108,7 +109,7 @@ void hx_http_reply(hx_exchange *x, int status, const char *type, const char *hea
  * many streams, or with the end. In silence comments (": keepalive") go out by
  * themselves. */
 typedef enum { HX_HTTP_OPEN, HX_HTTP_FULL, HX_HTTP_GONE } hx_http_state;
-void hx_http_begin_events(hx_exchange *x);
+void hx_http_begin_events(hx_exchange *x); /* nothing when it has begun */
 hx_http_state hx_http_send(hx_exchange *x, hx_str bytes);
 void hx_http_flush(hx_http *h);   /* any thread */
 void hx_http_end(hx_exchange *x); /* ends an event stream */
@@ -145,12 +146,16 @@ struct hx_call {
     hx_call *next;    /* in a queue of server.c */
     hx_route_fn *run; /* what a worker does next */
     bool slow;        /* run may take long */
+    bool streams;     /* run may answer with an event stream */
+    bool begun;       /* that stream has begun: before run, while the model was loaded */
 
     /* For the log; the exchange ends before it is written. */
     char method[16], path[200];
     int64_t start_us;
     int status;                 /* of the answer */
     int64_t n_prompt, n_answer; /* tokens */
+    int64_t n_cached;
+    hx_times times; /* of the answer that ended last */
 };
 
 /* Notes the first problem of a call; returns HX_EARG. param and code may be NULL. */
@@ -172,9 +177,17 @@ void hx_server_finish(hx_call *c, int rc);
 /* Unique for this server and unguessable: prefix and 24 hex digits. */
 void hx_server_new_id(hx_server *s, const char *prefix, char out[40]);
 uint64_t hx_server_random(hx_server *s);
+/* Whose limits a call counts for: the key that it came with; 0: none. */
+uint64_t hx_server_client(const hx_call *c);
 bool hx_server_official_tokens(const hx_server *s);
 hx_pump *hx_server_pump(const hx_server *s);
 hx_str hx_server_model_name(const hx_server *s);
+
+/* ---- stats.c: what the server is doing ----------------------------------- */
+
+void hx_stats_write_health(hx_sb *b, hx_engine *e, bool *healthy);
+int hx_stats_slots(hx_call *c); /* GET /slots */
+int hx_stats_all(hx_call *c);   /* GET /stats */
 
 /* ---- params.c: typed fields of a request -------------------------------- */
 
@@ -209,15 +222,17 @@ typedef struct {
     int32_t n_prompt, n;       /* prompts, answers of each */
     bool keep_special;         /* special tokens are shown */
     bool stream, usage, echo;
-    hx_str model; /* as the client called it */
+    bool progress; /* stream: HX_GEN_PROGRESS, else comments tell */
+    hx_str model;  /* as the client called it */
 } hx_generate;
 
 /* What a dialect gets while answers are made; index counts answers over all prompts. */
 typedef enum {
-    HX_GEN_TOKEN, /* only with log-probabilities: token, bytes, logprob, top, offset */
-    HX_GEN_REPLY, /* a piece of a chat answer: reply */
-    HX_GEN_TEXT,  /* a piece of a raw answer: text; follows the tokens it covers */
-    HX_GEN_END    /* the answer is complete: stop, n_call and the counts */
+    HX_GEN_TOKEN,    /* only with log-probabilities: token, bytes, logprob, top, offset */
+    HX_GEN_REPLY,    /* a piece of a chat answer: reply */
+    HX_GEN_TEXT,     /* a piece of a raw answer: text; follows the tokens it covers */
+    HX_GEN_PROGRESS, /* only where asked for: queue, n_prefilled, eta_ms, times, counts */
+    HX_GEN_END       /* the answer is complete: stop, n_call and the counts */
 } hx_gen_kind;
 
 typedef struct {
@@ -233,6 +248,7 @@ typedef struct {
     hx_stop stop;
     int32_t n_call;
     int64_t n_prompt, n_cached, n_answer, n_reasoning; /* tokens */
+    int64_t n_prefilled, queue, eta_ms;                /* eta_ms -1: not known */
     hx_times times;
 } hx_gen_event;
 
@@ -280,6 +296,8 @@ typedef struct {
 } hx_openai_sum;
 void hx_openai_add(hx_openai_sum *s, const hx_gen_event *ev, bool new_prompt);
 void hx_openai_write_timings(hx_sb *b, const hx_openai_sum *s);
+/* "prompt_progress":{…} as clients of llama.cpp read it, with eta_ms and queue. */
+void hx_openai_write_progress(hx_sb *b, const hx_gen_event *ev);
 /* What answers and chunks are wrapped in: {"id":…,"choices":[ and
  * ],"usage":…,"timings":…}. */
 void hx_openai_write_head(hx_sb *b, hx_call *c, const char *prefix, const char *object,
