@@ -306,18 +306,19 @@ static int take_choice(hx_engine *e, int32_t r, const hx_stream *s, hx_out_token
 static void choose(hx_engine *e, hx_buf logits, hx_stream **stream, int32_t n)
 {
     hx_out_token t;
-    hx_err err = { 0 };
+    hx_err err = { 0 }, row_err;
     bool each = false;
-    int rc;
+    int rc, row_rc;
 
     /* A grammar that allows nothing leaves an empty mask, which its row is refused for. */
     for (int32_t r = 0; r < n; r++)
         each |= hx_sample_row_of(stream[r], &e->row[r], &err) != 0;
     each = each || sample_rows(e, logits, 0, n, &err) != 0;
     for (int32_t r = 0; r < n; r++) {
-        rc = each ? sample_rows(e, logits, r, 1, &err) : 0;
-        if (rc == 0 && (rc = take_choice(e, r, stream[r], &t, &err)) == 0 &&
-            (rc = hx_health_watch(stream[r], logits, r, &err)) == 0) {
+        row_rc = each ? sample_rows(e, logits, r, 1, &row_err) : 0;
+        if ((rc = take_choice(e, r, stream[r], &t, &err)) == 0 && (rc = row_rc) != 0)
+            err = row_err;
+        if (rc == 0 && (rc = hx_health_watch(stream[r], logits, r, &err)) == 0) {
             accept_token(stream[r], &t);
             continue;
         }
