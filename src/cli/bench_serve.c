@@ -26,6 +26,7 @@ typedef struct {
     hx_engine *engine;
     pthread_t thread;
     uint64_t seed;
+    int n_crowd;
     cli_figure_fn *put;
     void *ud;
 } bench;
@@ -616,8 +617,9 @@ static int mix_slow(bench *b)
     return failed;
 }
 
-static int mix_crowd(bench *b, int n)
+static int mix_crowd(bench *b)
 {
+    const int n = b->n_crowd;
     sample ttft = { 0 }, gaps = { 0 };
     client *c = hx_new(client, n);
     int64_t tokens = 0, first = INT64_MAX, last = 0;
@@ -655,6 +657,25 @@ static int mix_crowd(bench *b, int n)
     hx_free(ttft.v);
     hx_free(gaps.v);
     hx_free(c);
+    return failed;
+}
+
+static const struct {
+    const char *name;
+    int (*run)(bench *b);
+} mixes[] = {
+    { "agents", mix_agents },   { "shared", mix_shared }, { "beside", mix_beside },
+    { "cancels", mix_cancels }, { "slow", mix_slow },     { "crowd", mix_crowd },
+};
+
+/* names: like "beside,crowd"; NULL: all. Returns how many requests failed. */
+static int run_mixes(bench *b, const char *names)
+{
+    int failed = 0;
+
+    for (size_t i = 0; i < HX_LEN(mixes); i++)
+        if (names == NULL || strstr(names, mixes[i].name) != NULL)
+            failed += mixes[i].run(b);
     return failed;
 }
 
@@ -741,16 +762,12 @@ int cli_bench_serve(const hx_cli *c, cli_figure_fn *put_figure, void *ud)
         snprintf(b.key, sizeof b.key, "%s", c->api_key);
     if (more.streams == 0)
         more.streams = 16;
+    b.n_crowd = (int)HX_MIN(more.streams, CLIENTS_MAX);
     rc = strncmp(c->model, "http://", 7) == 0 ? read_url(&b, c->model)
                                               : start_server(&b, &more);
     if (rc == 0 && (rc = find_model(&b)) == 0) {
         printf("%s at %s:%s, context %lld\n", b.model, b.host, b.port, (long long)b.ctx);
-        failed += mix_agents(&b);
-        failed += mix_shared(&b);
-        failed += mix_beside(&b);
-        failed += mix_cancels(&b);
-        failed += mix_slow(&b);
-        failed += mix_crowd(&b, (int)HX_MIN(more.streams, CLIENTS_MAX));
+        failed = run_mixes(&b, c->mixes);
     }
     stop_server(&b);
     return rc != 0 ? rc : failed > 0;

@@ -13,7 +13,7 @@ typedef struct {
     const char *what; /* bench ops|decode|prefill|serve */
     const char *prompt, *ids, *out, *positions, *json;
     const char *host, *api_key, *served_name, *cors, *device, *isa, *cpus, *kv;
-    const char *dump_dir, *record, *replay;
+    const char *dump_dir, *record, *replay, *mixes;
     double decode_share;
     bool no_canary, quiet, log_prompts;
     int64_t key_streams, key_queue;

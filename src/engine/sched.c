@@ -686,23 +686,24 @@ static int chunk_end(hx_engine *e, hx_stream *s, hx_err *err)
     return 0;
 }
 
-/* One layer, with what it took. Where a device works on its own, the clock waits for it
- * only while decode waits too. */
+/* One layer, with what it took. A device that works on its own is waited for where the
+ * clock is needed: while decode waits too, in one chunk of eight, and at a chunk's end. */
 static int chunk_step(hx_engine *e, bool share, hx_err *err)
 {
     const int64_t start = hx_now_us(), l = e->chunk_layer;
+    const bool host = hx_dev_is_host(e->dev), measure = share || e->next_turn % 8 == 0;
     int32_t any;
     int rc;
 
     if ((rc = hx_graph_layers(e->prefill, l, l + 1, err)) != 0 ||
-        (share && !hx_dev_is_host(e->dev) &&
+        (!host && (measure || l + 1 == e->model->desc.n_layer) &&
          (rc = hx_dev_get(e->dev, &any, e->out_id, sizeof any, err)) != 0))
         return rc;
     const double us = (double)(hx_now_us() - start);
     e->chunk_us += us;
     e->chunk_layer++;
     hx_health_beat(e);
-    if (share || hx_dev_is_host(e->dev))
+    if (host || measure)
         hx_sched_pick_read(&e->costs, &e->pick, l, pages_of(e->chunk_rows),
                            e->chunk_rows % HX_PAGE == 0, (float)us);
     return 0;
@@ -722,8 +723,13 @@ static void prefill_slice(hx_engine *e, hx_stream *s, const hx_pick *pick)
         if (atomic_load(&e->nudge))
             break;
     }
-    if (rc == 0 && e->chunk_layer == e->model->desc.n_layer)
+    if (rc == 0 && e->chunk_layer == e->model->desc.n_layer) {
+        const int64_t start = hx_now_us();
+
         rc = chunk_end(e, s, &err);
+        if (share)
+            e->pick.credit_us -= (float)(hx_now_us() - start);
+    }
     if (rc != 0)
         end_stream(s, HX_STOP_NONE, -1, &err);
 }

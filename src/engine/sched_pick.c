@@ -18,6 +18,7 @@
 /* The longest slice, in decode steps: the gap with one is then at most 2.5 times the gap
  * without, so that whichever of them is the median, p99 stays below three times that. */
 #define SLICE     1.5f
+#define HARDLY    1.25f
 #define SHARE_MAX 0.95f
 
 static void learn(float *at, float us)
@@ -62,12 +63,14 @@ static float longest_layer(const hx_costs *c, int64_t blocks)
     return most;
 }
 
-/* The longest chunk that none of its layers makes wait too long. */
+/* The longest chunk that none of its layers makes wait too long. Where one block does so
+ * already, because weights come over a link, say, more of them may hardly cost more. */
 static int64_t chunk_blocks(const hx_costs *c, const hx_pick_state *s, float step)
 {
-    int64_t b = longest_layer(c, 1) > 0 ? HX_MIN(c->n_block, s->left) : 1;
+    const float one = longest_layer(c, 1), most = HX_MAX(step * SLICE, one * HARDLY);
+    int64_t b = one > 0 ? HX_MIN(c->n_block, s->left) : 1;
 
-    while (b > 1 && longest_layer(c, b) > step * SLICE)
+    while (b > 1 && longest_layer(c, b) > most)
         b--;
     return HX_MAX(b, 1);
 }

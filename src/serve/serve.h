@@ -25,7 +25,8 @@ typedef struct {
     bool log_prompts;        /* bodies of requests go to the log */
     size_t max_body_bytes;   /* 0: 32 MiB */
     int32_t max_connections; /* 0: 4096 */
-    int32_t drain_ms; /* running requests may go on so long after a stop; 0: 30,000 */
+    int32_t drain_ms;     /* running requests may go on so long after a stop; 0: 30,000 */
+    int32_t keepalive_ms; /* see hx_http_opt */
 } hx_server_opt;
 
 /* Binds and listens; /health answers 503 until an engine is set. Errors: HX_EARG, HX_EIO

@@ -808,7 +808,8 @@ int hx_server_open(hx_server **out, const hx_server_opt *opt, hx_err *err)
                                .port = opt->port,
                                .cors = opt->cors,
                                .max_body_bytes = opt->max_body_bytes,
-                               .max_connections = opt->max_connections };
+                               .max_connections = opt->max_connections,
+                               .keepalive_ms = opt->keepalive_ms };
     hx_server *s = hx_new(hx_server, 1);
     pthread_condattr_t clock;
     int rc;
