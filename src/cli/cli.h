@@ -15,7 +15,7 @@ typedef struct {
     const char *host, *api_key, *served_name, *cors, *device, *isa, *cpus, *kv;
     const char *dump_dir, *record, *replay, *mixes;
     double decode_share;
-    bool no_canary, quiet, log_prompts;
+    bool has_share, no_canary, quiet, log_prompts;
     int64_t key_streams, key_queue;
     int64_t port, ctx, threads, streams, queue, n, seed;
     uint64_t cache;

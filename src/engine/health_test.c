@@ -394,6 +394,46 @@ static void test_client_limits(void **state)
     hx_close(e);
 }
 
+/* A thousand that leave at random moments, in the queue, the prompt or the answer. */
+static void test_cancels(void **state)
+{
+    hx_engine *e = open_demo(&(hx_options) { .max_streams = 4, .no_canary = true });
+    int32_t *prompt = hx_new(int32_t, 600);
+    hx_stream *s[16] = { 0 };
+    hx_status st;
+
+    (void)state;
+    for (int i = 0; i < 600; i++)
+        prompt[i] = (int32_t)(hx_rng_at(4, (uint64_t)i) % 4000);
+    for (uint64_t i = 0; i < 1000; i++) {
+        const uint64_t x = hx_rng_at(6, i);
+        hx_stream **at = &s[x % HX_LEN(s)];
+
+        hx_stream_free(*at);
+        *at = submit(e, &(hx_request) { .tokens = prompt,
+                                        .n_tokens = 1 + (int64_t)(x >> 8 & 511),
+                                        .max_new = 1 + (int64_t)(x >> 20 & 127),
+                                        .priority = (int32_t)(x >> 30 & 1),
+                                        .seed = x });
+        usleep((useconds_t)(x >> 40 & 2047));
+    }
+    for (size_t i = 0; i < HX_LEN(s); i++)
+        hx_stream_free(s[i]);
+    for (int i = 0; i < 2000; i++) {
+        hx_get_status(e, &st);
+        if (st.running + st.waiting == 0)
+            break;
+        usleep(5000);
+    }
+    assert_int_equal(st.running + st.waiting + st.pages_used, 0);
+    assert_int_equal(hx_get_streams(e, NULL, 0), 0);
+    assert_int_equal(e->cache->n_free, e->cache->n_page);
+    for (int32_t i = 0; i < e->cache->n_slot; i++)
+        assert_false(e->cache->slot[i].used);
+    hx_free(prompt);
+    hx_close(e);
+}
+
 static void test_progress(void **state)
 {
     hx_engine *e = open_demo(&(hx_options) { .max_streams = 1 });
@@ -506,6 +546,7 @@ int main(void)
         cmocka_unit_test(test_preemption),
         cmocka_unit_test(test_reserves_what_is_used),
         cmocka_unit_test(test_client_limits),
+        cmocka_unit_test(test_cancels),
         cmocka_unit_test(test_progress),
         cmocka_unit_test(test_metrics),
         cmocka_unit_test(test_record),

@@ -834,14 +834,16 @@ static hx_stream *next_waiting(const hx_engine *e)
 }
 
 /* A slot, and pages for the prompt and the beginning of the answer; the rest comes as it
- * grows. Beside others, who grow too, one page each stays free. */
+ * grows. Others grow too: a page each stays free for them, and what they may grow while a
+ * preempted stream feeds its tokens again, or it would be preempted before it is through. */
 static bool admit_one(hx_engine *e, hx_stream *s)
 {
     const int64_t all = s->n_prompt + s->max_new,
-                  now = HX_MIN(all, HX_MAX(s->n_token, s->n_prompt) + HX_MARGIN);
-    const int32_t need = pages_of(now);
+                  now = HX_MIN(all, s->n_token + HX_MARGIN);
+    const int64_t need = pages_of(now),
+                  others = e->n_run * (int64_t)(1 + pages_of(s->n_token - s->n_prompt));
 
-    if (e->pages_reserved + need + e->n_run > e->cache->n_page && e->n_run > 0)
+    if (e->n_run > 0 && e->pages_reserved + need + others > e->cache->n_page)
         return false;
     if ((s->slot = hx_cache_take(e->cache)) < 0)
         return false;
@@ -851,8 +853,8 @@ static bool admit_one(hx_engine *e, hx_stream *s)
     hx_count(HX_C_prefix_query_tokens_total, s->prefilled == 0 ? s->n_prompt : 0);
     pthread_mutex_lock(&e->lock);
     s->state = HX_SEQ_PREFILL;
-    s->pages = need;
-    e->pages_reserved += need;
+    s->pages = (int32_t)need;
+    e->pages_reserved += s->pages;
     e->n_waiting--;
     e->n_running++;
     s->queue = 0;

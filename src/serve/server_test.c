@@ -1186,6 +1186,33 @@ static void test_queue_full(void **state)
     stop(f);
 }
 
+/* Requests count for the key that they came with. */
+static void test_clients(void **state)
+{
+    fixture *f = start(NULL, 8, 8, 4096);
+    static const char *const head[] = { NULL, "Authorization: Bearer a\r\n",
+                                        "X-Api-Key: b\r\n", "x-api-key: a\r\n" };
+    hx_stream_info info[8];
+    int fd[4];
+
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        fd[i] = dial(f->port);
+        send_request(fd[i], "POST", "/v1/completions", head[i],
+                     "{\"prompt\":\"[[{prefill=60000}a|b]]\"}");
+        wait_state(f, i + 1, 0);
+    }
+    assert_int_equal(hx_get_streams(f->engine, info, 8), 4);
+    assert_int_equal(info[0].client, 0);
+    assert_true(info[1].client != 0 && info[2].client != 0);
+    assert_true(info[1].client != info[2].client);
+    assert_true(info[1].client == info[3].client);
+    for (int i = 0; i < 4; i++)
+        close(fd[i]);
+    wait_idle(f, 1000);
+    stop(f);
+}
+
 static int count(const char *text, const char *what)
 {
     int n = 0;
@@ -1659,21 +1686,21 @@ static void test_no_leaks(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_open),         cmocka_unit_test(test_loading),
-        cmocka_unit_test(test_routes),       cmocka_unit_test(test_key),
-        cmocka_unit_test(test_refused),      cmocka_unit_test(test_messages),
-        cmocka_unit_test(test_params),       cmocka_unit_test(test_chat),
-        cmocka_unit_test(test_no_thinking),  cmocka_unit_test(test_streams),
-        cmocka_unit_test(test_tools),        cmocka_unit_test(test_usage_chunk),
-        cmocka_unit_test(test_several),      cmocka_unit_test(test_logprobs),
-        cmocka_unit_test(test_completions),  cmocka_unit_test(test_completions_refused),
-        cmocka_unit_test(test_overflow),     cmocka_unit_test(test_queue_full),
-        cmocka_unit_test(test_observe),      cmocka_unit_test(test_keepalive),
-        cmocka_unit_test(test_engine_error), cmocka_unit_test(test_gone),
-        cmocka_unit_test(test_scoring),      cmocka_unit_test(test_slow_client),
-        cmocka_unit_test(test_vanish),       cmocka_unit_test(test_many),
-        cmocka_unit_test(test_cost),         cmocka_unit_test(test_drain),
-        cmocka_unit_test(test_no_leaks),
+        cmocka_unit_test(test_open),        cmocka_unit_test(test_loading),
+        cmocka_unit_test(test_routes),      cmocka_unit_test(test_key),
+        cmocka_unit_test(test_refused),     cmocka_unit_test(test_messages),
+        cmocka_unit_test(test_params),      cmocka_unit_test(test_chat),
+        cmocka_unit_test(test_no_thinking), cmocka_unit_test(test_streams),
+        cmocka_unit_test(test_tools),       cmocka_unit_test(test_usage_chunk),
+        cmocka_unit_test(test_several),     cmocka_unit_test(test_logprobs),
+        cmocka_unit_test(test_completions), cmocka_unit_test(test_completions_refused),
+        cmocka_unit_test(test_overflow),    cmocka_unit_test(test_queue_full),
+        cmocka_unit_test(test_observe),     cmocka_unit_test(test_keepalive),
+        cmocka_unit_test(test_clients),     cmocka_unit_test(test_engine_error),
+        cmocka_unit_test(test_gone),        cmocka_unit_test(test_scoring),
+        cmocka_unit_test(test_slow_client), cmocka_unit_test(test_vanish),
+        cmocka_unit_test(test_many),        cmocka_unit_test(test_cost),
+        cmocka_unit_test(test_drain),       cmocka_unit_test(test_no_leaks),
     };
 
     return cmocka_run_group_tests_name("server", tests, NULL, NULL);
