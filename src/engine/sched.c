@@ -507,7 +507,8 @@ static void decode_step(hx_engine *e)
     const double us = (double)(hx_now_us() - start);
     hx_sched_pick_decoded(&e->costs, &e->pick, n, (float)us);
     pthread_mutex_lock(&e->lock);
-    e->decode_rate += 0.05 * (n * 1e6 / HX_MAX(us, 1) - e->decode_rate);
+    e->decode_rate +=
+        (e->decode_rate == 0 ? 1 : 0.05) * (n * 1e6 / HX_MAX(us, 1) - e->decode_rate);
     pthread_mutex_unlock(&e->lock);
 }
 
