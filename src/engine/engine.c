@@ -296,7 +296,7 @@ static int open_rest(hx_engine *e, const hx_options *opt, hx_err *err)
         return hx_fail(err, HX_EIO, "engine: the system refuses another thread");
     e->started = true;
     hx_health_start(e);
-    return 0;
+    return hx_health_wait_known(e, err);
 }
 
 int hx_open(hx_engine **out, const hx_options *opt, hx_err *err)

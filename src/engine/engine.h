@@ -171,7 +171,7 @@ struct hx_stream {
 /* health.c's. What the watchdog reads is atomic; texts are under engine->lock. */
 typedef struct {
     pthread_t thread;
-    pthread_cond_t quit; /* with engine->lock: closing */
+    pthread_cond_t quit; /* with engine->lock: closing, or known */
     bool started;
     _Atomic int64_t beat_us;  /* of the last progress */
     _Atomic int64_t worst_us; /* longest time between two while there was work */
@@ -180,6 +180,7 @@ typedef struct {
     int64_t stall_us, canary_us; /* limits; canary_us 0: no canary */
     int64_t next_us;             /* of the next canary */
     uint64_t sum;                /* of the known answer; 0: not yet known */
+    bool known;                  /* under lock: the first canary has run */
     bool suspect;                /* the next canary is due at once, whoever waits */
     char *dump_dir;
     int32_t n_dump;
@@ -249,8 +250,10 @@ void hx_engine_wake_reader(hx_stream *s);    /* under lock */
 
 /* health.c */
 int hx_health_open(hx_engine *e, const hx_options *opt, hx_err *err);
-void hx_health_start(
-    hx_engine *e); /* the watchdog; without a thread for it there is none */
+/* The watchdog; without a thread for it there is none. */
+void hx_health_start(hx_engine *e);
+/* Returns when the engine thread knows the known answer; an error when there is none. */
+int hx_health_wait_known(hx_engine *e, hx_err *err);
 void hx_health_close(hx_engine *e);
 /* The engine thread made progress. Cheap: between layers too. */
 void hx_health_beat(hx_engine *e);

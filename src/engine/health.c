@@ -121,13 +121,20 @@ void hx_health_close(hx_engine *e)
 
 /* ---- progress ----------------------------------------------------------- */
 
+/* Long steps are expected from now on: the first ones read weights from disk, say. */
+static void learn_pause(hx_health *h, int64_t us)
+{
+    if (us > atomic_load(&h->worst_us))
+        atomic_store(&h->worst_us, us);
+}
+
 void hx_health_beat(hx_engine *e)
 {
     hx_health *h = &e->health;
     const int64_t now = hx_now_us(), took = now - atomic_load(&h->beat_us);
 
-    if (atomic_load(&h->working) && took > atomic_load(&h->worst_us))
-        atomic_store(&h->worst_us, took);
+    if (atomic_load(&h->working))
+        learn_pause(h, took);
     atomic_store(&h->beat_us, now);
 }
 
@@ -185,6 +192,7 @@ static int run_rows(hx_engine *e, hx_graph *g, hx_phase phase, int32_t slot,
     const hx_batch batch = { .phase = phase,
                              .id = id,
                              .rows = { .span = &span, .n_span = 1, .n_row = n } };
+    const int64_t start = hx_now_us();
     int rc;
 
     if ((rc = hx_cache_grow(e->cache, slot, q->n_pos + n, err)) != 0 ||
@@ -194,6 +202,7 @@ static int run_rows(hx_engine *e, hx_graph *g, hx_phase phase, int32_t slot,
         return rc;
     q->n_pos += n;
     q->pend = phase == HX_PHASE_DECODE ? 1 : 0;
+    learn_pause(&e->health, hx_now_us() - start);
     hx_health_beat(e);
     return 0;
 }
@@ -268,10 +277,35 @@ void hx_health_canary(hx_engine *e, bool idle)
     hx_cache_drop(e->cache, slot);
     if (rc != HX_EBUSY)
         judge(e, rc, sum, &err);
+    if (!h->known) {
+        pthread_mutex_lock(&e->lock);
+        h->known = true;
+        pthread_cond_broadcast(&h->quit);
+        pthread_mutex_unlock(&e->lock);
+    }
     h->suspect = false;
     h->next_us = hx_now_us() + (rc == HX_EBUSY            ? RETRY_US
                                 : atomic_load(&h->broken) ? RECHECK_US
                                                           : h->canary_us);
+}
+
+int hx_health_wait_known(hx_engine *e, hx_err *err)
+{
+    hx_health *h = &e->health;
+    int rc = 0;
+
+    if (h->canary_us == 0)
+        return 0;
+    pthread_mutex_lock(&e->lock);
+    while (!h->known)
+        pthread_cond_wait(&h->quit, &e->lock);
+    if (atomic_load(&h->broken))
+        rc = hx_fail(
+            err, HX_EDEVICE,
+            "%.180s; the model or the device is broken (--no-canary opens it anyway)",
+            h->broken_text);
+    pthread_mutex_unlock(&e->lock);
+    return rc;
 }
 
 int64_t hx_health_due_us(const hx_engine *e)

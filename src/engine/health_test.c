@@ -6,6 +6,8 @@
 
 #include <dirent.h>
 #include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <unistd.h>
 
 #include "engine/engine.h"
@@ -265,18 +267,63 @@ static void test_broken_model(void **state)
     hx_free(a);
 }
 
-/* Bad from the start. */
-static void test_spoiled_from_start(void **state)
+/* Writes the demo to dir with the first value of its last norm spoilt. */
+static void spoil_model(const char *dir)
 {
-    hx_engine *e = open_demo(&(hx_options) { .canary_ms = 100 });
+    static const char *const name[] = { "config.json", "model.safetensors" };
+    char path[600], *text, *at, *end;
+    uint64_t head, from;
+    size_t n;
+    FILE *f;
+
+    for (size_t i = 0; i < HX_LEN(name); i++) {
+        snprintf(path, sizeof path, DEMO "/%s", name[i]);
+        assert_int_equal(hx_file_read(path, 256u << 20, &text, &n, NULL), 0);
+        if (i == 1) {
+            memcpy(&head, text, sizeof head);
+            at = memmem(text + 8, head, "language_model.norm.weight\"", 27);
+            assert_non_null(at);
+            at = strstr(at, "\"data_offsets\":[");
+            assert_non_null(at);
+            from = strtoull(at + 16, &end, 10);
+            memset(text + 8 + head + from, 0x7f, 4); /* NaN in f16, bf16 and f32 */
+        }
+        snprintf(path, sizeof path, "%s/%s", dir, name[i]);
+        assert_non_null(f = fopen(path, "wb"));
+        assert_int_equal(fwrite(text, 1, n, f), n);
+        fclose(f);
+        hx_free(text);
+    }
+}
+
+/* Bad from the start: the model does not open, and says why, unless that is wanted. */
+static void test_bad_from_start(void **state)
+{
+    char dir[] = "/tmp/hoist-spoilt-XXXXXX", path[600];
+    hx_options opt = { .model_dir = mkdtemp(dir), .ctx_tokens = 256, .n_threads = 1 };
+    answer *a = hx_new(answer, 1);
+    hx_engine *e;
+    hx_err err = { 0 };
 
     (void)state;
-    wait_fault(e, "", 10);
-    tap(e);
-    atomic_store(&fault.spoil, -1);
-    wait_fault(e, "canary", 5000);
-    atomic_store(&fault.spoil, 0);
+    spoil_model(dir);
+    assert_int_equal(hx_open(&e, &opt, &err), HX_EDEVICE);
+    assert_null(e);
+    assert_non_null(strstr(err.msg, "no number"));
+    assert_non_null(strstr(err.msg, "--no-canary"));
+    opt.no_canary = true;
+    assert_int_equal(hx_open(&e, &opt, &err), 0);
+    ask(e, &(hx_request) { HELLO, .max_new = 5 }, a);
+    assert_int_equal(a->end.kind, HX_EV_ERROR);
+    assert_non_null(strstr(a->end.err.msg, "no number"));
     hx_close(e);
+    for (int i = 0; i < 2; i++) {
+        snprintf(path, sizeof path, "%s/%s", dir,
+                 i == 0 ? "config.json" : "model.safetensors");
+        unlink(path);
+    }
+    rmdir(dir);
+    hx_free(a);
 }
 
 /* ---- memory that runs out ----------------------------------------------------- */
@@ -542,7 +589,7 @@ int main(void)
         cmocka_unit_test(test_stall),
         cmocka_unit_test(test_broken_once),
         cmocka_unit_test(test_broken_model),
-        cmocka_unit_test(test_spoiled_from_start),
+        cmocka_unit_test(test_bad_from_start),
         cmocka_unit_test(test_preemption),
         cmocka_unit_test(test_reserves_what_is_used),
         cmocka_unit_test(test_client_limits),

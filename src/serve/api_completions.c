@@ -323,15 +323,6 @@ static void on_event(void *ud, const hx_gen_event *ev, hx_sb *out)
         break;
     case HX_GEN_REPLY:
         break;
-    case HX_GEN_PROGRESS:
-        hx_sb_add(out, t->head.p, t->head.n);
-        hx_sb_printf(out,
-                     "{\"index\":%d,\"text\":\"\",\"logprobs\":null,"
-                     "\"finish_reason\":null}],",
-                     ev->index);
-        hx_openai_write_progress(out, ev);
-        hx_sb_str(out, "}\n\n");
-        break;
     case HX_GEN_END:
         k->stop = ev->stop;
         hx_openai_add(&t->sum, ev, ev->index % t->req.n == 0);
@@ -340,6 +331,19 @@ static void on_event(void *ud, const hx_gen_event *ev, hx_sb *out)
         break;
     }
     out->bad = out->bad || k->lp.tops.bad || k->text.bad;
+}
+
+static void on_progress(void *ud, const hx_gen_progress *p, hx_sb *out)
+{
+    const completion *t = ud;
+
+    hx_sb_add(out, t->head.p, t->head.n);
+    hx_sb_printf(out,
+                 "{\"index\":%d,\"text\":\"\",\"logprobs\":null,"
+                 "\"finish_reason\":null}],",
+                 p->index);
+    hx_openai_write_progress(out, p);
+    hx_sb_str(out, "}\n\n");
 }
 
 static void put_choice(completion *t, int32_t i, hx_sb *b)
@@ -477,9 +481,11 @@ static int answer(completion *t)
     begin(t);
     if (t->no_answer)
         return end_all(t);
-    return hx_gen_start(
-        gen, &(hx_gen_sink) {
-                 .event = on_event, .end = on_end, .ud = t, .stream = t->req.stream });
+    return hx_gen_start(gen, &(hx_gen_sink) { .event = on_event,
+                                              .end = on_end,
+                                              .progress = on_progress,
+                                              .ud = t,
+                                              .stream = t->req.stream });
 }
 
 static int score_and_answer(hx_call *c)

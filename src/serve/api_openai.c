@@ -432,18 +432,18 @@ void hx_openai_write_timings(hx_sb *b, const hx_openai_sum *s)
         (double)(t->started_us - t->queued_us) / 1e3);
 }
 
-void hx_openai_write_progress(hx_sb *b, const hx_gen_event *ev)
+void hx_openai_write_progress(hx_sb *b, const hx_gen_progress *p)
 {
-    const int64_t start = ev->times.started_us;
+    const int64_t start = p->times.started_us;
 
     hx_sb_printf(
         b,
         "\"prompt_progress\":{\"total\":%lld,\"cache\":%lld,\"processed\":%lld,"
         "\"time_ms\":%lld,\"queue\":%lld",
-        (long long)ev->n_prompt, (long long)ev->n_cached, (long long)ev->n_prefilled,
-        (long long)(start != 0 ? (hx_now_us() - start) / 1000 : 0), (long long)ev->queue);
-    if (ev->eta_ms >= 0)
-        hx_sb_printf(b, ",\"eta_ms\":%lld", (long long)ev->eta_ms);
+        (long long)p->n_prompt, (long long)p->n_cached, (long long)p->n_prefilled,
+        (long long)(start != 0 ? (hx_now_us() - start) / 1000 : 0), (long long)p->queue);
+    if (p->eta_ms >= 0)
+        hx_sb_printf(b, ",\"eta_ms\":%lld", (long long)p->eta_ms);
     hx_sb_char(b, '}');
 }
 
@@ -706,13 +706,6 @@ static void on_event(void *ud, const hx_gen_event *ev, hx_sb *out)
         break;
     case HX_GEN_TEXT:
         break;
-    case HX_GEN_PROGRESS:
-        hx_sb_add(out, t->head.p, t->head.n);
-        hx_sb_printf(out, "{\"index\":%d,\"delta\":{},\"finish_reason\":null}],",
-                     ev->index);
-        hx_openai_write_progress(out, ev);
-        hx_sb_str(out, "}\n\n");
-        break;
     case HX_GEN_END:
         k->stop = ev->stop;
         k->called = ev->n_call > 0;
@@ -724,6 +717,16 @@ static void on_event(void *ud, const hx_gen_event *ev, hx_sb *out)
         break;
     }
     out->bad = out->bad || k->logprobs.bad;
+}
+
+static void on_progress(void *ud, const hx_gen_progress *p, hx_sb *out)
+{
+    const chat *t = ud;
+
+    hx_sb_add(out, t->head.p, t->head.n);
+    hx_sb_printf(out, "{\"index\":%d,\"delta\":{},\"finish_reason\":null}],", p->index);
+    hx_openai_write_progress(out, p);
+    hx_sb_str(out, "}\n\n");
 }
 
 static void begin_stream(chat *t)
@@ -843,7 +846,9 @@ int hx_openai_chat(hx_call *c)
         return rc;
     if (t->req.stream)
         begin_stream(t);
-    return hx_gen_start(
-        gen, &(hx_gen_sink) {
-                 .event = on_event, .end = on_end, .ud = t, .stream = t->req.stream });
+    return hx_gen_start(gen, &(hx_gen_sink) { .event = on_event,
+                                              .end = on_end,
+                                              .progress = on_progress,
+                                              .ud = t,
+                                              .stream = t->req.stream });
 }

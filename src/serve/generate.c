@@ -341,15 +341,17 @@ static void take_progress(hx_gen *g, const answer *a, const hx_event *ev)
 {
     const int64_t now = hx_now_us();
 
-    if (g->req.progress) {
-        hand(g, &(hx_gen_event) { .kind = HX_GEN_PROGRESS,
-                                  .index = a->index,
-                                  .n_prompt = ev->prompt,
-                                  .n_cached = ev->cached,
-                                  .n_prefilled = HX_MAX(ev->prefilled, ev->cached),
-                                  .queue = ev->queue,
-                                  .eta_ms = ev->eta_ms,
-                                  .times = ev->times });
+    if (g->req.progress && g->sink.progress != NULL) {
+        g->sink.progress(
+            g->sink.ud,
+            &(hx_gen_progress) { .index = a->index,
+                                 .n_prompt = ev->prompt,
+                                 .n_cached = ev->cached,
+                                 .n_prefilled = HX_MAX(ev->prefilled, ev->cached),
+                                 .queue = ev->queue,
+                                 .eta_ms = ev->eta_ms,
+                                 .times = ev->times },
+            &g->out);
         return;
     }
     if (now - g->comment_us < COMMENT_US)

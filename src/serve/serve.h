@@ -223,17 +223,16 @@ typedef struct {
     int32_t n_prompt, n;       /* prompts, answers of each */
     bool keep_special;         /* special tokens are shown */
     bool stream, usage, echo;
-    bool progress; /* stream: HX_GEN_PROGRESS, else comments tell */
+    bool progress; /* stream: the sink's progress, else comments tell */
     hx_str model;  /* as the client called it */
 } hx_generate;
 
 /* What a dialect gets while answers are made; index counts answers over all prompts. */
 typedef enum {
-    HX_GEN_TOKEN,    /* only with log-probabilities: token, bytes, logprob, top, offset */
-    HX_GEN_REPLY,    /* a piece of a chat answer: reply */
-    HX_GEN_TEXT,     /* a piece of a raw answer: text; follows the tokens it covers */
-    HX_GEN_PROGRESS, /* only where asked for: queue, n_prefilled, eta_ms, times, counts */
-    HX_GEN_END       /* the answer is complete: stop, n_call and the counts */
+    HX_GEN_TOKEN, /* only with log-probabilities: token, bytes, logprob, top, offset */
+    HX_GEN_REPLY, /* a piece of a chat answer: reply */
+    HX_GEN_TEXT,  /* a piece of a raw answer: text; follows the tokens it covers */
+    HX_GEN_END    /* the answer is complete: stop, n_call and the counts */
 } hx_gen_kind;
 
 typedef struct {
@@ -249,9 +248,16 @@ typedef struct {
     hx_stop stop;
     int32_t n_call;
     int64_t n_prompt, n_cached, n_answer, n_reasoning; /* tokens */
-    int64_t n_prefilled, queue, eta_ms;                /* eta_ms -1: not known */
     hx_times times;
 } hx_gen_event;
+
+/* How far a prompt is, for who asked with return_progress. */
+typedef struct {
+    int32_t index;
+    int64_t n_prompt, n_cached, n_prefilled; /* tokens */
+    int64_t queue, eta_ms;                   /* eta_ms -1: not known */
+    hx_times times;
+} hx_gen_progress;
 
 /* What a dialect does with the answers; both are called by the pump and must not take
  * long. */
@@ -262,6 +268,7 @@ typedef struct {
      * rc 0: all answers are complete; HX_ECANCEL: the client has gone; else c->problem is
      * set. Returns what a route does. */
     int (*end)(void *ud, int rc);
+    void (*progress)(void *ud, const hx_gen_progress *p, hx_sb *out); /* NULL: comments */
     void *ud;    /* in the call's arena */
     bool stream; /* an event stream has begun and takes what event() writes */
 } hx_gen_sink;
@@ -298,7 +305,7 @@ typedef struct {
 void hx_openai_add(hx_openai_sum *s, const hx_gen_event *ev, bool new_prompt);
 void hx_openai_write_timings(hx_sb *b, const hx_openai_sum *s);
 /* "prompt_progress":{…} as clients of llama.cpp read it, with eta_ms and queue. */
-void hx_openai_write_progress(hx_sb *b, const hx_gen_event *ev);
+void hx_openai_write_progress(hx_sb *b, const hx_gen_progress *p);
 /* What answers and chunks are wrapped in: {"id":…,"choices":[ and
  * ],"usage":…,"timings":…}. */
 void hx_openai_write_head(hx_sb *b, hx_call *c, const char *prefix, const char *object,
