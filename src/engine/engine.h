@@ -178,7 +178,7 @@ typedef struct {
     _Atomic bool working, stalled, broken;
     char stall_text[160], broken_text[256];
     int64_t stall_us, canary_us; /* limits; canary_us 0: no canary */
-    int64_t next_us;             /* of the next canary */
+    int64_t next_us, overdue_us; /* when the next canary may, must run */
     uint64_t sum;                /* of the known answer; 0: not yet known */
     bool known;                  /* under lock: the first canary has run */
     bool suspect;                /* the next canary is due at once, whoever waits */

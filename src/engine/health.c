@@ -207,9 +207,10 @@ static int run_rows(hx_engine *e, hx_graph *g, hx_phase phase, int32_t slot,
     return 0;
 }
 
-/* Greedy tokens after a fixed prompt: the sum of all their logits. HX_EBUSY: a request
- * came that does not wait for it. */
-static int known_answer(hx_engine *e, int32_t slot, uint64_t *sum, hx_err *err)
+/* Greedy tokens after a fixed prompt: the sum of all their logits. give_way: HX_EBUSY when
+ * a request comes. */
+static int known_answer(hx_engine *e, int32_t slot, bool give_way, uint64_t *sum,
+                        hx_err *err)
 {
     int32_t id[CANARY_IDS], next;
     int rc;
@@ -222,7 +223,7 @@ static int known_answer(hx_engine *e, int32_t slot, uint64_t *sum, hx_err *err)
         (rc = take_row(e, e->prefill, sum, &next, err)) != 0)
         return rc;
     for (int k = 1; k < CANARY_STEPS; k++) {
-        if (e->health.sum != 0 && !e->health.suspect && atomic_load(&e->nudge))
+        if (give_way && atomic_load(&e->nudge))
             return HX_EBUSY;
         if ((rc = run_rows(e, e->decode, HX_PHASE_DECODE, slot, &next, 1, err)) != 0 ||
             (rc = take_row(e, e->decode, sum, &next, err)) != 0)
@@ -260,7 +261,10 @@ static void judge(hx_engine *e, int rc, uint64_t sum, const hx_err *err)
 void hx_health_canary(hx_engine *e, bool idle)
 {
     hx_health *h = &e->health;
-    const bool due = h->suspect || (idle && hx_now_us() >= h->next_us);
+    const int64_t now = hx_now_us();
+    /* Who was never idle for so long is checked between two steps, whoever waits. */
+    const bool late = now >= h->overdue_us,
+               due = h->suspect || (now >= h->next_us && (idle || late));
     hx_err err = { 0 };
     uint64_t sum;
     int32_t slot;
@@ -269,14 +273,16 @@ void hx_health_canary(hx_engine *e, bool idle)
     if (h->canary_us == 0 || !due || e->chunk != NULL ||
         e->pages_reserved + 1 > e->cache->n_page ||
         (slot = hx_cache_take(e->cache)) < 0) {
-        if (due && h->next_us <= hx_now_us())
-            h->next_us = hx_now_us() + RETRY_US;
+        if (due && h->next_us <= now)
+            h->next_us = now + RETRY_US;
         return;
     }
-    rc = known_answer(e, slot, &sum, &err);
+    rc = known_answer(e, slot, h->known && !h->suspect && !late, &sum, &err);
     hx_cache_drop(e->cache, slot);
-    if (rc != HX_EBUSY)
+    if (rc != HX_EBUSY) {
         judge(e, rc, sum, &err);
+        h->overdue_us = now + 2 * h->canary_us;
+    }
     if (!h->known) {
         pthread_mutex_lock(&e->lock);
         h->known = true;
