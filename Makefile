@@ -7,6 +7,7 @@
 #   make check      layers, sizes, banned functions, formatting
 #   make portable   build/hoist-portable: libraries linked in, for any x86-64 glibc >= 2.36
 #   make fuzz       every fuzz target for FUZZ_SECONDS each
+#   make soak       clients for SOAK_SECONDS (an hour): no error, memory flat
 #   make bench      speed of the demo model on this machine
 # CUDA=0 leaves the GPU code out.
 
@@ -64,7 +65,7 @@ TESTBIN := $(patsubst %.c,$(BUILD)/test/%,$(notdir $(TESTS)))
 
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: all serve deps deps-test test test-gpu test-unit test-ops test-tiny test-run check scorecard portable fuzz bench \
+.PHONY: all serve deps deps-test test test-gpu test-unit test-ops test-tiny test-run check scorecard soak portable fuzz bench \
         man install clean format
 
 all: $(BUILD)/hoist
@@ -167,6 +168,11 @@ test-ops: deps-test
 test-tiny: deps-test
 	@$(MAKE) --no-print-directory $(BUILD)/hoist $(BUILD)/test/model_test $(BUILD)/test/engine_test
 	@tests/run.sh $(BUILD) tiny
+
+# Hundreds of clients for an hour: 64 streams, 2,000 idle connections, a third leave early.
+SOAK_SECONDS ?= 3600
+soak: all
+	@tests/suite_serving.sh $(BUILD) $(SOAK_SECONDS)
 
 test-gpu:
 	@tests/gpu.sh

@@ -102,6 +102,13 @@ typedef struct {
     float decode_share; /* 0..1 of its rate that a running answer keeps beside a prompt
                          * being read; 0: 0.5 */
     bool no_canary;     /* no check of a known answer at start and when idle */
+    int64_t canary_ms;  /* between such checks of an idle engine; 0: 5 minutes */
+    int64_t stall_ms;   /* work without progress for so long, and twice the longest pause
+                         * seen, is a fault; 0: 10 s */
+    int32_t client_streams; /* of one hx_request.client decoded together; 0: no limit */
+    int64_t client_queue;   /* of one client waiting; 0: no limit */
+    const char *dump_dir; /* NULL, or where ids and settings of broken answers are kept */
+    const char *record;   /* NULL, or a file that gets a line per answer, for replays */
 
     hx_load_fn *on_load; /* may be NULL */
     void *on_load_ud;
@@ -209,6 +216,7 @@ typedef struct {
     int32_t n_stop_ids;
     bool ignore_eos;     /* end ids are neither sampled nor stop */
     int32_t priority;    /* larger runs first */
+    uint64_t client;     /* whose limits count; 0: nobody's */
     int64_t deadline_ms; /* from submit; 0 is none; then HX_ELIMIT */
     bool progress;       /* HX_EV_PROGRESS events while waiting and reading */
     bool pin;      /* the state after this prompt is kept until hx_unpin() or the end */
@@ -262,6 +270,7 @@ typedef struct {
     int64_t prompt, cached, generated; /* tokens, so far */
     int64_t prefilled;                 /* of prompt */
     int64_t queue;                     /* requests ahead of this one; 0 when it runs */
+    int64_t eta_ms; /* to the first token, from measured rates; -1: not known */
     hx_times times;
     hx_err err; /* when ERROR */
 } hx_event;
@@ -313,6 +322,13 @@ typedef struct {
     int64_t running, waiting;  /* requests now */
     int64_t pages, pages_used; /* sequence memory, 64-token pages */
     int64_t steps;             /* engine steps so far: moves while it works */
+    int64_t preempted;         /* times that a running request gave its memory back */
+    int64_t wait_ms;           /* that one more request would wait, from measured times */
+    double prefill_rate,
+        decode_rate;      /* tokens per second of work on them; 0: not known */
+    const char *fault;    /* NULL, or why answers cannot be had or trusted now: "stalled",
+                        * "canary" */
+    char fault_text[256]; /* a sentence, while fault is set */
 } hx_status;
 
 void hx_get_status(hx_engine *e, hx_status *out);
@@ -331,6 +347,19 @@ typedef struct {
 } hx_experts;
 
 void hx_get_experts(hx_engine *e, hx_experts *out);
+typedef enum { HX_AT_QUEUE, HX_AT_PREFILL, HX_AT_DECODE } hx_stage;
+
+/* A request that waits or runs; ids tell them apart, queue is as in hx_event. */
+typedef struct {
+    uint64_t id, client;
+    hx_stage stage;
+    int32_t priority;
+    int64_t prompt, cached, prefilled, generated, max_new, queue;
+    hx_times times;
+} hx_stream_info;
+
+/* Writes at most cap of them and returns how many there are. */
+int64_t hx_get_streams(hx_engine *e, hx_stream_info *out, int64_t cap);
 int64_t hx_metrics(hx_engine *e, char *out, int64_t cap); /* Prometheus text */
 void hx_on_log(void (*fn)(void *ud, int level, const char *line), void *ud);
 int64_t hx_now_us(void); /* monotonic */

@@ -65,6 +65,8 @@ struct hx_engine {
     bool closing;
     hx_stream *slot[FAKE_SLOTS];
     int32_t n_running, n_waiting;
+    const char *fault; /* what hx_get_status() says */
+    int64_t wait_ms;
     atomic_int n_scoring, max_scoring; /* calls of hx_score() at once */
     char *piece[FAKE_PIECES];
     _Atomic int32_t n_piece; /* those below it are there to read without the lock */
@@ -641,8 +643,31 @@ void hx_get_info(const hx_engine *e, hx_info *out)
 void hx_get_status(hx_engine *e, hx_status *out)
 {
     pthread_mutex_lock(&e->lock);
-    *out = (hx_status) { .running = e->n_running, .waiting = e->n_waiting };
+    *out = (hx_status) { .running = e->n_running,
+                         .waiting = e->n_waiting,
+                         .wait_ms = e->wait_ms,
+                         .fault = e->fault };
+    snprintf(out->fault_text, sizeof out->fault_text, "as the test says");
     pthread_mutex_unlock(&e->lock);
+}
+
+int64_t hx_get_streams(hx_engine *e, hx_stream_info *out, int64_t cap)
+{
+    int64_t n = 0;
+
+    pthread_mutex_lock(&e->lock);
+    for (int32_t i = 0; i < FAKE_SLOTS; i++)
+        if (e->slot[i] != NULL && !e->slot[i]->ended && n++ < cap)
+            out[n - 1] = (hx_stream_info) {
+                .id = (uint64_t)i,
+                .client = e->slot[i]->req.client,
+                .stage = e->slot[i]->running ? HX_AT_DECODE : HX_AT_QUEUE,
+                .prompt = e->slot[i]->n_prompt,
+                .generated = e->slot[i]->n_out,
+                .times = e->slot[i]->times,
+            };
+    pthread_mutex_unlock(&e->lock);
+    return n;
 }
 
 int64_t hx_metrics(hx_engine *e, char *out, int64_t cap)

@@ -35,6 +35,7 @@ check inspect_verify 0 'verified' "$hoist" inspect $demo --verify --tensors
 check ctx_warning 0 'longer than the 32768 tokens' "$hoist" run $demo -p Hello! --temp 0 -n 2 --ctx 40000
 check too_small_cache 1 'the budget is' "$hoist" run $demo -p Hello! --cache 1MB
 check bench 0 'decode, 1 stream' "$hoist" bench decode $demo -n 8 --streams 1 --json "$tmp/bench.json"
+check bench_serve 0 'crowd|streams: throughput' "$hoist" bench serve $demo --ctx 1024 --streams 4 --mixes cancels,crowd
 check bench_json 0 'tok/s' cat "$tmp/bench.json"
 check chat 0 'Paris' bash -c "printf 'What is the capital of France?\n/quit\n' | $hoist chat $demo --temp 0"
 check chat_help 0 'Ctrl-C stops' bash -c "printf '/help\n' | $hoist chat $demo"

@@ -25,11 +25,23 @@
 #define CACHE_LINE 64
 #define HUGE_PAGE  ((size_t)2 << 20)
 
+/* Upper bounds of all histograms: milliseconds to a quarter of an hour, and token counts. */
+static const double bucket_bound[] = {
+    0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15,
+    0.2,   0.3,   0.5,   0.75,  1,      1.5,  2,     3,    5,    7.5,  10,    20,  40,
+    80,    160,   320,   640,   1000,   2e3,  5e3,   1e4,  2e4,  5e4,  1e5,   2e5, 1e6
+};
+#define HISTOGRAM_BUCKETS (sizeof bucket_bound / sizeof bucket_bound[0])
+
 static struct {
     _Atomic int64_t live; /* allocations and mappings not yet freed */
     _Atomic int64_t seen; /* allocations and reads since hx_test_fail_at() */
     _Atomic int64_t fail_at;
     _Atomic int64_t counter[HX_N_COUNTER];
+    struct {
+        _Atomic int64_t n[HISTOGRAM_BUCKETS + 1]; /* the last: above all bounds */
+        _Atomic int64_t sum_micro;
+    } histogram[HX_N_HISTOGRAM];
     _Atomic bool has_log;      /* spares formatting when nobody listens */
     pthread_rwlock_t log_lock; /* guards log_fn, log_ud; held while log_fn runs */
     void (*log_fn)(void *ud, int level, const char *line);
@@ -1349,4 +1361,56 @@ void hx_counters_write(hx_sb *b)
                  hx_counted(HX_C_##name));
     HX_COUNTERS(X)
 #undef X
+}
+
+/* ---- histograms ------------------------------------------------------ */
+
+void hx_observe(hx_histogram h, double v)
+{
+    size_t i = 0;
+
+    while (i < HISTOGRAM_BUCKETS && v > bucket_bound[i])
+        i++;
+    atomic_fetch_add_explicit(&g.histogram[h].n[i], 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&g.histogram[h].sum_micro, (int64_t)(v * 1e6),
+                              memory_order_relaxed);
+}
+
+static void write_histogram(hx_sb *b, hx_histogram h, const char *name, const char *help,
+                            const char *labels)
+{
+    const char *comma = *labels != '\0' ? "," : "";
+    int64_t n = 0;
+
+    hx_sb_printf(b, "# HELP %s %s\n# TYPE %s histogram\n", name, help, name);
+    for (size_t i = 0; i <= HISTOGRAM_BUCKETS; i++) {
+        n += atomic_load_explicit(&g.histogram[h].n[i], memory_order_relaxed);
+        if (i < HISTOGRAM_BUCKETS)
+            hx_sb_printf(b, "%s_bucket{%s%sle=\"%g\"} %" PRId64 "\n", name, labels, comma,
+                         bucket_bound[i], n);
+    }
+    hx_sb_printf(b, "%s_bucket{%s%sle=\"+Inf\"} %" PRId64 "\n", name, labels, comma, n);
+    hx_sb_printf(
+        b, "%s_sum{%s} %.6f\n%s_count{%s} %" PRId64 "\n", name, labels,
+        (double)atomic_load_explicit(&g.histogram[h].sum_micro, memory_order_relaxed) /
+            1e6,
+        name, labels, n);
+}
+
+void hx_histograms_write(hx_sb *b, const char *prefix, const char *labels)
+{
+    static const struct {
+        const char *name, *help;
+    } all[] = {
+#define X(name, help) { #name, help },
+        HX_HISTOGRAMS(X)
+#undef X
+    };
+
+    for (size_t i = 0; i < HX_LEN(all); i++) {
+        char name[96];
+
+        snprintf(name, sizeof name, "%s%s", prefix, all[i].name);
+        write_histogram(b, (hx_histogram)i, name, all[i].help, labels);
+    }
 }

@@ -206,6 +206,17 @@ void hx_pool_set_spin(hx_pool *p, int64_t spin_us);
     X(requests_cancelled_total, "counter", "Requests cancelled before their end.")       \
     X(steps_total, "counter", "Engine steps.")                                           \
     X(step_busy_us_total, "counter", "Microseconds the engine thread worked.")           \
+    X(requests_stop_total, "counter", "Answers that ended by themselves.")               \
+    X(requests_length_total, "counter", "Answers that ended at their limit.")            \
+    X(preemptions_total, "counter", "Running requests that gave their memory back.")     \
+    X(prefix_query_tokens_total, "counter", "Prompt tokens looked up in kept prefixes.") \
+    X(prefix_hit_tokens_total, "counter", "Prompt tokens found in kept prefixes.")       \
+    X(canaries_total, "counter", "Checks of the known answer.")                          \
+    X(canaries_failed_total, "counter", "Checks that found another answer.")             \
+    X(stalls_total, "counter", "Times that work made no progress.")                      \
+    X(degenerate_total, "counter",                                                       \
+      "Answers stopped for logits that were no numbers or "                              \
+      "did not change.")                                                                 \
     X(expert_rows_total, "counter", "Rows computed by routed experts.")                  \
     X(http_requests_total, "counter", "HTTP requests read.")                             \
     X(http_errors_total, "counter", "HTTP answers with a status of 400 and above.")      \
@@ -221,6 +232,31 @@ typedef enum {
 void hx_count(hx_counter c, int64_t add);
 int64_t hx_counted(hx_counter c);
 void hx_counters_write(hx_sb *b); /* Prometheus text */
+
+/* ---- histograms ------------------------------------------------------ */
+
+/* One line per series: X(name, help). All have the same buckets. */
+#define HX_HISTOGRAMS(X)                                                                 \
+    X(time_to_first_token_seconds, "From the request to its first token.")               \
+    X(inter_token_latency_seconds, "Between two tokens of an answer.")                   \
+    X(time_per_output_token_seconds, "Mean time of an answer's tokens after its first.") \
+    X(e2e_request_latency_seconds, "From the request to its last token.")                \
+    X(request_queue_time_seconds, "From the request to its start.")                      \
+    X(request_prefill_time_seconds, "From its start to its first token.")                \
+    X(request_decode_time_seconds, "From its first token to its last.")                  \
+    X(request_prompt_tokens, "Tokens of a prompt.")                                      \
+    X(request_generation_tokens, "Tokens of an answer.")
+
+typedef enum {
+#define X(name, help) HX_H_##name,
+    HX_HISTOGRAMS(X)
+#undef X
+        HX_N_HISTOGRAM
+} hx_histogram;
+
+void hx_observe(hx_histogram h, double v);
+/* Prometheus text; prefix goes before the names, labels ("a=\"b\"") into their braces. */
+void hx_histograms_write(hx_sb *b, const char *prefix, const char *labels);
 
 /* ---- test hooks ------------------------------------------------------ */
 

@@ -16,11 +16,15 @@ typedef struct {
 /* Values of all options; which a command takes is a column of the table in main.c. */
 typedef struct {
     const char *model;
-    const char *what; /* bench ops|decode|prefill */
+    const char *what; /* bench ops|decode|prefill|serve */
     const char *prompt, *ids, *out, *positions, *json;
     const char *host, *served_name, *cors, *device, *isa, *cpus, *kv;
     cli_list api_keys;
     const char *api_key_file, *admin_key, *unix_path, *tls_cert, *tls_key, *url, *home;
+    const char *dump_dir, *record, *replay, *mixes;
+    double decode_share;
+    bool has_share, no_canary, quiet, log_prompts;
+    int64_t key_streams, key_queue;
     int64_t port, ctx, threads, streams, queue, n, seed;
     uint64_t cache, vram, ram;
     const char *mode, *expert_us;
@@ -47,5 +51,11 @@ int cmd_logits(const hx_cli *c);
 int cmd_inspect(const hx_cli *c);
 int cmd_bench(const hx_cli *c);
 int cmd_connect(const hx_cli *c);
+
+/* replay.c: run --replay. */
+int cli_replay(hx_engine *e, const hx_cli *c);
+/* bench_serve.c: figures by name, value and unit go to put. */
+typedef void cli_figure_fn(void *ud, const char *name, double v, const char *unit);
+int cli_bench_serve(const hx_cli *c, cli_figure_fn *put, void *ud);
 
 #endif

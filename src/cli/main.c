@@ -38,7 +38,7 @@ static const command commands[] = {
     { "logits", "MODEL --ids FILE --out FILE",
       "write float32 logits of a list of token ids", LOGITS, cmd_logits },
     { "inspect", "MODEL", "what a checkpoint holds", INSPECT, cmd_inspect },
-    { "bench", "[ops|decode|prefill] [MODEL]",
+    { "bench", "[ops|decode|prefill|serve] [MODEL]",
       "measured speed beside this machine's ceilings", BENCH, cmd_bench },
     { "connect", "CLIENT", "a client's configuration for this server", CONNECT,
       cmd_connect },
@@ -68,7 +68,7 @@ static const option options[] = {
     { "--tls-key", "FILE", "its key (PEM)", OPT_STR, AT(tls_key), 0, SERVE, 0, 0 },
     { "--api-key", "[NAME=]KEY",
       "ask clients for this key; several: one of them, and the log has its name",
-      OPT_LIST, AT(api_keys), 0, SERVE | CONNECT, 0, 0 },
+      OPT_LIST, AT(api_keys), 0, SERVE | CONNECT | BENCH, 0, 0 },
     { "--api-key-file", "FILE", "more of them, one a line; # begins a comment", OPT_STR,
       AT(api_key_file), 0, SERVE, 0, 0 },
     { "--admin-key", "KEY", "ask for this one where the server itself is concerned",
@@ -86,6 +86,27 @@ static const option options[] = {
       SERVE | BENCH, 1, 64 },
     { "--queue", "N", "requests that may wait (256)", OPT_INT, AT(queue), 0, SERVE, 1,
       1 << 20 },
+    { "--decode-share", "F",
+      "part of its rate that an answer keeps beside a prompt being read, 0..1 (0.5)",
+      OPT_NUM, AT(decode_share), AT(has_share), SERVE | BENCH, 0, 1 },
+    { "--key-streams", "N", "requests of one API key decoded together (all)", OPT_INT,
+      AT(key_streams), 0, SERVE, 1, 64 },
+    { "--key-queue", "N", "requests of one API key that may wait (all)", OPT_INT,
+      AT(key_queue), 0, SERVE, 1, 1 << 20 },
+    { "--no-canary", NULL, "no check of a known answer at start and when idle", OPT_FLAG,
+      AT(no_canary), 0, SERVE, 0, 0 },
+    { "--quiet", NULL, "no line per request on standard error", OPT_FLAG, AT(quiet), 0,
+      SERVE, 0, 0 },
+    { "--log-prompts", NULL,
+      "bodies of requests, prompts among them, on standard error (their first 1,000 "
+      "bytes)",
+      OPT_FLAG, AT(log_prompts), 0, SERVE, 0, 0 },
+    { "--record", "FILE", "append a line per request there, for run --replay", OPT_STR,
+      AT(record), 0, SERVE, 0, 0 },
+    { "--replay", "FILE[:N]", "run line N (the last) of a record again, and compare",
+      OPT_STR, AT(replay), 0, RUN, 0, 0 },
+    { "--dump-dir", "DIR", "where ids and settings of broken answers are kept (nowhere)",
+      OPT_STR, AT(dump_dir), 0, SERVE, 0, 0 },
     { "--cache", "SIZE",
       "sequence memory (what the streams need, at most a quarter of the memory)",
       OPT_SIZE, AT(cache), 0, ENGINE, 0, 0 },
@@ -131,6 +152,9 @@ static const option options[] = {
       0, 0 },
     { "--json", "FILE", "write the figures there too", OPT_STR, AT(json), 0, BENCH, 0,
       0 },
+    { "--mixes", "LIST",
+      "of bench serve: agents, shared, beside, cancels, slow, crowd (all)", OPT_STR,
+      AT(mixes), 0, BENCH, 0, 0 },
     { "--tensors", NULL, "list every tensor", OPT_FLAG, AT(tensors), 0, INSPECT, 0, 0 },
     { "--verify", NULL, "read every byte and check every rule", OPT_FLAG, AT(verify), 0,
       INSPECT, 0, 0 },
@@ -274,7 +298,7 @@ static int set_word(hx_cli *c, const command *cmd, const char *word, hx_err *err
 {
     const bool what = cmd->bit == BENCH && c->what == NULL && c->model == NULL &&
                       (strcmp(word, "ops") == 0 || strcmp(word, "decode") == 0 ||
-                       strcmp(word, "prefill") == 0);
+                       strcmp(word, "prefill") == 0 || strcmp(word, "serve") == 0);
 
     if (what || (cmd->bit == CONNECT && c->what == NULL))
         c->what = word;
@@ -438,6 +462,13 @@ int cli_open_engine(hx_engine **out, const hx_cli *c, hx_load_fn *also, void *ud
                        .mode = c->mode,
                        .vram_bytes = c->vram,
                        .ram_bytes = c->ram,
+                       .decode_share =
+                           c->has_share ? (float)HX_MAX(c->decode_share, 0.01) : 0,
+                       .no_canary = c->no_canary,
+                       .client_streams = (int32_t)c->key_streams,
+                       .client_queue = c->key_queue,
+                       .dump_dir = c->dump_dir,
+                       .record = c->record,
                        .on_load = on_load,
                        .on_load_ud = &view };
     hx_err err = { 0 };
@@ -498,6 +529,7 @@ int main(int argc, char **argv)
         fprintf(stderr, "hoist: --kv: \"%.40s\", expected bf16 or f32\n", c.kv);
         return 2;
     }
+    c.no_canary = c.no_canary || cmd->bit != SERVE;
     if (c.model == NULL && (cmd->bit & (SERVE | CHAT | BENCH)) != 0)
         c.model = demo_model(demo, sizeof demo);
     if (c.model == NULL && cmd->bit != CONNECT) {

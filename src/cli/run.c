@@ -23,6 +23,25 @@ static void on_load(void *server, uint64_t done, uint64_t total)
     hx_server_set_loading(server, done, total);
 }
 
+/* A line per request, and what is worth a warning. */
+static void log_line(void *ud, int level, const char *line)
+{
+    char when[32];
+    const time_t now = time(NULL);
+    struct tm tm;
+
+    (void)ud;
+    if (level > HX_LOG_INFO)
+        return;
+    localtime_r(&now, &tm);
+    strftime(when, sizeof when, "%Y-%m-%d %H:%M:%S", &tm);
+    fprintf(stderr, "%s %s%s\n", when,
+            level == HX_LOG_ERROR  ? "error: "
+            : level == HX_LOG_WARN ? "warning: "
+                                   : "",
+            line);
+}
+
 /* Loads while the server already answers /health with 503. */
 static void *load(void *ud)
 {
@@ -93,7 +112,8 @@ int cmd_serve(const hx_cli *c)
                           .admin_key = c->admin_key,
                           .served_name = c->served_name,
                           .cors = c->cors,
-                          .official_tokens = c->official };
+                          .official_tokens = c->official,
+                          .log_prompts = c->log_prompts };
     loader l = { .c = c };
     pthread_t load_thread, signal_thread;
     hx_err err = { 0 };
@@ -104,6 +124,8 @@ int cmd_serve(const hx_cli *c)
     if (read_keys(c, &keys, &err) != 0)
         return cli_fail(&err);
     opt.api_key = keys.p;
+    if (!c->quiet)
+        hx_on_log(log_line, NULL);
     sigemptyset(&set);
     sigaddset(&set, SIGINT);
     sigaddset(&set, SIGTERM);
@@ -281,12 +303,17 @@ int cmd_run(const hx_cli *c)
     int rc;
 
     one.streams = 1;
-    if (c->prompt == NULL) {
+    if (c->prompt == NULL && c->replay == NULL) {
         fprintf(stderr, "hoist: run needs a prompt: -p TEXT\n");
         return 2;
     }
     if ((rc = cli_open_engine(&e, &one, NULL, NULL)) != 0)
         return rc;
+    if (c->replay != NULL) {
+        rc = cli_replay(e, c);
+        hx_close(e);
+        return rc;
+    }
     if ((rc = prompt_ids(e, c, &ids, &n)) == 0)
         rc = generate(e, c, ids, n);
     hx_free(ids);

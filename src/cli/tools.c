@@ -556,11 +556,18 @@ static int bench_ops(const hx_cli *c, report *out)
     return rc != 0 ? cli_fail(&err) : 0;
 }
 
+static void put_figure(void *ud, const char *name, double v, const char *unit)
+{
+    figure(ud, name, v, unit);
+}
+
 int cmd_bench(const hx_cli *c)
 {
     report out = { 0 };
-    const bool ops = c->what != NULL && strcmp(c->what, "ops") == 0;
-    const int rc = ops ? bench_ops(c, &out) : bench_engine(c, &out);
+    const char *what = c->what != NULL ? c->what : "";
+    const int rc = strcmp(what, "ops") == 0     ? bench_ops(c, &out)
+                   : strcmp(what, "serve") == 0 ? cli_bench_serve(c, put_figure, &out)
+                                                : bench_engine(c, &out);
     const int wrc = write_report(&out, rc == 0 ? c->json : NULL);
 
     return rc != 0 ? rc : wrc;

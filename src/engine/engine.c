@@ -356,7 +356,14 @@ static int open_rest(hx_engine *e, const hx_options *opt, hx_err *err)
         return rc;
     if ((rc = open_device(e, opt, err)) != 0)
         return rc;
-    e->wait = hx_new(hx_stream *, e->info.max_queue);
+    e->wait = hx_new(hx_stream *, e->info.max_queue + n);
+    e->prompt = hx_new(hx_pick_prompt, n);
+    e->costs.n_layer = e->model->desc.n_layer;
+    e->costs.n_block = HX_PREFILL_ROWS / HX_PAGE;
+    e->costs.layer = hx_new(float, e->costs.n_layer * e->costs.n_block);
+    e->pick.share = opt->decode_share > 0 ? opt->decode_share : 0.5f;
+    e->client_streams = opt->client_streams;
+    e->client_queue = opt->client_queue;
     e->run = hx_new(hx_stream *, n);
     e->row_of = hx_new(hx_stream *, n);
     e->row = hx_new(hx_sample_row, n);
@@ -364,21 +371,31 @@ static int open_rest(hx_engine *e, const hx_options *opt, hx_err *err)
     e->id = hx_new(int32_t, n);
     e->score_logit = hx_new(float, HX_SCORE_ROWS *(int64_t)e->info.n_vocab);
     e->score_hidden = hx_new(float, HX_SCORE_ROWS * e->model->desc.width);
-    if (!e->wait || !e->run || !e->row_of || !e->row || !e->span || !e->id ||
-        !e->score_logit || !e->score_hidden)
+    if (!e->wait || !e->prompt || !e->costs.layer || !e->run || !e->row_of || !e->row ||
+        !e->span || !e->id || !e->score_logit || !e->score_hidden)
         return hx_fail(err, HX_ENOMEM, "engine: no memory for its tables");
+    if ((rc = hx_health_open(e, opt, err)) != 0)
+        return rc;
     if (pthread_create(&e->thread, NULL, hx_sched_run, e) != 0)
         return hx_fail(err, HX_EIO, "engine: the system refuses another thread");
     e->started = true;
-    return 0;
+    hx_health_start(e);
+    return hx_health_wait_known(e, err);
 }
 
 int hx_open(hx_engine **out, const hx_options *opt, hx_err *err)
 {
+    pthread_condattr_t clock;
     hx_engine *e;
     int rc;
 
     *out = NULL;
+    if (!(opt->decode_share >= 0 && opt->decode_share <= 1) || opt->client_streams < 0 ||
+        opt->client_queue < 0 || opt->stall_ms < 0 || opt->canary_ms < 0)
+        return hx_fail(err, HX_EARG,
+                       "options: decode share %g (0..1), limits of a client and times "
+                       "must not be negative",
+                       (double)opt->decode_share);
     if (opt->max_streams < 0 || opt->max_streams > 64 || opt->ctx_tokens < 0 ||
         opt->max_queue < 0 || opt->max_queue > 1 << 20 || opt->n_threads < 0)
         return hx_fail(err, HX_EARG,
@@ -389,7 +406,12 @@ int hx_open(hx_engine **out, const hx_options *opt, hx_err *err)
     if ((e = hx_new(hx_engine, 1)) == NULL)
         return hx_fail(err, HX_ENOMEM, "engine: no memory");
     pthread_mutex_init(&e->lock, NULL);
-    pthread_cond_init(&e->wake, NULL);
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_cond_init(&e->wake, &clock);
+    pthread_cond_init(&e->health.quit, &clock);
+    pthread_condattr_destroy(&clock);
+    pthread_mutex_init(&e->health.record_lock, NULL);
     e->info.max_streams = opt->max_streams != 0 ? opt->max_streams : 8;
     e->info.max_queue = opt->max_queue != 0 ? opt->max_queue : 256;
     if ((rc = open_rest(e, opt, err)) != 0) {
@@ -412,6 +434,7 @@ void hx_close(hx_engine *e)
         pthread_mutex_unlock(&e->lock);
         pthread_join(e->thread, NULL);
     }
+    hx_health_close(e);
     hx_graph_close(e->decode);
     hx_graph_close(e->prefill);
     hx_cache_close(e->cache);
@@ -428,6 +451,8 @@ void hx_close(hx_engine *e)
     hx_jinja_close(e->chat);
     hx_tok_close(e->tok);
     hx_free(e->wait);
+    hx_free(e->prompt);
+    hx_free(e->costs.layer);
     hx_free(e->run);
     hx_free(e->row_of);
     hx_free(e->row);
@@ -655,10 +680,18 @@ static bool alloc_stream(hx_stream *s, int64_t n_top)
            s->ev_bytes && s->token;
 }
 
+void hx_engine_wake_reader(hx_stream *s)
+{
+    pthread_cond_broadcast(&s->cond);
+    if (s->ready != NULL)
+        s->ready(s->ready_ud);
+}
+
 void hx_engine_stream_destroy(hx_stream *s)
 {
     if (s == NULL)
         return;
+    hx_health_record(s);
     hx_sample_close(s);
     hx_free(s->ring);
     hx_free(s->ring_bytes);
@@ -681,6 +714,19 @@ static void set_bans(hx_stream *s)
         s->ban[s->n_ban++] = e->eos[i];
     for (int32_t i = 0; i < s->req.n_stop_ids; i++)
         s->ban[s->n_ban++] = s->req.stop_ids[i];
+}
+
+/* The caller's text is compiled by now; only records still want it. */
+static void keep_grammar(hx_stream *s)
+{
+    const hx_health *h = &s->engine->health;
+    hx_str *g = &s->req.grammar;
+
+    g->p = (h->record != NULL || h->dump_dir != NULL) && g->n > 0
+               ? hx_arena_dup(&s->arena, g->p, g->n)
+               : NULL;
+    if (g->p == NULL)
+        g->n = 0;
 }
 
 static int stream_new(hx_engine *e, const hx_request *r, hx_stream **out, hx_err *err)
@@ -707,7 +753,7 @@ static int stream_new(hx_engine *e, const hx_request *r, hx_stream **out, hx_err
                      (long long)r->n_tokens);
     else
         rc = hx_sample_open(s, err);
-    s->req.grammar = (hx_str) { NULL, 0 }; /* the caller's, and compiled by now */
+    keep_grammar(s);
     if (rc != 0) {
         hx_engine_stream_destroy(s);
         return rc;
@@ -721,23 +767,53 @@ static int stream_new(hx_engine *e, const hx_request *r, hx_stream **out, hx_err
     return 0;
 }
 
+static int64_t n_waiting_of(const hx_engine *e, uint64_t client)
+{
+    int64_t n = 0;
+
+    for (const hx_stream *s = e->all; s != NULL; s = s->all_next)
+        n += s->req.client == client && s->state == HX_SEQ_QUEUED;
+    return n;
+}
+
+/* Whether one more may wait. Under lock. */
+static int check_queue(const hx_engine *e, const hx_stream *s, hx_err *err)
+{
+    const uint64_t client = s->req.client;
+    const char *fault;
+
+    if (e->closing)
+        return hx_fail(err, HX_ECANCEL, "engine: shutting down");
+    if ((fault = hx_health_fault(e, NULL)) != NULL)
+        return hx_fail(err, HX_EDEVICE, "engine: %s", fault);
+    if (e->n_waiting >= e->info.max_queue)
+        return hx_fail(err, HX_EBUSY, "queue: all %lld places are taken; try again later",
+                       (long long)e->info.max_queue);
+    if (client != 0 && e->client_queue != 0 && n_waiting_of(e, client) >= e->client_queue)
+        return hx_fail(err, HX_EBUSY,
+                       "queue: %lld requests of this key wait already; try again later",
+                       (long long)e->client_queue);
+    return 0;
+}
+
 static int enqueue(hx_stream *s, hx_err *err)
 {
     hx_engine *e = s->engine;
-    int rc = 0;
+    int rc;
 
     pthread_mutex_lock(&e->lock);
-    if (e->closing)
-        rc = hx_fail(err, HX_ECANCEL, "engine: shutting down");
-    else if (e->n_waiting >= e->info.max_queue)
-        rc = hx_fail(err, HX_EBUSY, "queue: all %lld places are taken; try again later",
-                     (long long)e->info.max_queue);
-    else {
+    if ((rc = check_queue(e, s, err)) == 0) {
         if (e->inbox_last != NULL)
             e->inbox_last->next = s;
         else
             e->inbox = s;
         e->inbox_last = s;
+        s->all_next = e->all;
+        s->all_at = &e->all;
+        if (e->all != NULL)
+            e->all->all_at = &s->all_next;
+        e->all = s;
+        s->order = e->next_order++;
         s->queue = e->n_waiting++;
         atomic_store(&e->nudge, true);
         pthread_cond_signal(&e->wake);
@@ -765,6 +841,22 @@ int hx_submit(hx_engine *e, const hx_request *req, hx_stream **out, hx_err *err)
 }
 
 /* ---- read ------------------------------------------------------------- */
+
+/* Milliseconds to the first token, or -1. */
+static int64_t eta_ms(const hx_stream *s)
+{
+    const hx_engine *e = s->engine;
+    const double read = (double)s->prefilled, left = (double)(s->n_prompt - s->prefilled),
+                 took = (double)(hx_now_us() - s->times.started_us);
+    const double wait = s->state == HX_SEQ_QUEUED ? hx_sched_wait_us(e, s->queue + 1) : 0;
+
+    if (s->times.first_us != 0)
+        return 0;
+    if (s->state == HX_SEQ_PREFILL && read > 0)
+        return (int64_t)(took / read * left / 1e3);
+    return e->prefill_rate > 0 ? (int64_t)(wait / 1e3 + left * 1e3 / e->prefill_rate)
+                               : -1;
+}
 
 static void fill_common(const hx_stream *s, hx_event *ev)
 {
@@ -816,7 +908,7 @@ static bool take_event(hx_stream *s, hx_event *ev)
             pthread_cond_signal(&s->engine->wake);
         return true;
     }
-    if (s->ended) {
+    if (s->ended || s->lost) {
         ev->kind = s->end.kind;
         ev->stop = s->end.stop;
         ev->stop_index = s->end.stop_index;
@@ -826,6 +918,7 @@ static bool take_event(hx_stream *s, hx_event *ev)
     if (s->progress) {
         s->progress = false;
         ev->kind = HX_EV_PROGRESS;
+        ev->eta_ms = eta_ms(s);
         return true;
     }
     return false;
@@ -858,7 +951,7 @@ void hx_on_ready(hx_stream *s, void (*fn)(void *ud), void *ud)
     pthread_mutex_lock(&s->engine->lock);
     s->ready = fn;
     s->ready_ud = ud;
-    if (fn != NULL && (s->n_ring > 0 || s->ended || s->progress))
+    if (fn != NULL && (s->n_ring > 0 || s->ended || s->lost || s->progress))
         fn(ud);
     pthread_mutex_unlock(&s->engine->lock);
 }
@@ -959,19 +1052,97 @@ void hx_get_experts(hx_engine *e, hx_experts *out)
 
 void hx_get_status(hx_engine *e, hx_status *out)
 {
+    const char *text = NULL;
+
     pthread_mutex_lock(&e->lock);
     *out = (hx_status) { .running = e->n_running,
                          .waiting = e->n_waiting,
                          .pages = e->cache->n_page,
                          .pages_used = e->pages_reserved,
-                         .steps = e->steps };
+                         .steps = e->steps,
+                         .preempted = e->preempted,
+                         .prefill_rate = e->prefill_rate,
+                         .decode_rate = e->decode_rate };
+    if (e->n_waiting > 0 || e->n_running >= e->info.max_streams)
+        out->wait_ms = (int64_t)(hx_sched_wait_us(e, e->n_waiting + 1) / 1e3);
+    text = hx_health_fault(e, &out->fault);
+    if (text != NULL)
+        snprintf(out->fault_text, sizeof out->fault_text, "%s", text);
     pthread_mutex_unlock(&e->lock);
+}
+
+int64_t hx_get_streams(hx_engine *e, hx_stream_info *out, int64_t cap)
+{
+    int64_t n = 0;
+
+    pthread_mutex_lock(&e->lock);
+    for (const hx_stream *s = e->all; s != NULL; s = s->all_next, n++)
+        if (n < cap)
+            out[n] =
+                (hx_stream_info) { .id = s->order,
+                                   .client = s->req.client,
+                                   .stage = s->state == HX_SEQ_QUEUED    ? HX_AT_QUEUE
+                                            : s->state == HX_SEQ_PREFILL ? HX_AT_PREFILL
+                                                                         : HX_AT_DECODE,
+                                   .priority = s->req.priority,
+                                   .prompt = s->n_prompt,
+                                   .prefilled = s->prefilled,
+                                   .generated = s->generated,
+                                   .max_new = s->max_new,
+                                   .queue = s->queue,
+                                   .times = s->times };
+    pthread_mutex_unlock(&e->lock);
+    return n;
 }
 
 static void gauge(hx_sb *b, const char *name, const char *help, int64_t v)
 {
     hx_sb_printf(b, "# HELP hoist_%s %s\n# TYPE hoist_%s gauge\nhoist_%s %lld\n", name,
                  help, name, name, (long long)v);
+}
+
+/* The series that dashboards for vLLM ask for, with its meanings. */
+static void write_vllm(hx_sb *b, const hx_engine *e, const hx_status *st)
+{
+    const struct {
+        const char *name, *type, *more;
+        double v;
+    } all[] = {
+        { "num_requests_running", "gauge", "", (double)st->running },
+        { "num_requests_waiting", "gauge", "", (double)st->waiting },
+        { "kv_cache_usage_perc", "gauge", "",
+          (double)st->pages_used / (double)HX_MAX(st->pages, 1) },
+        { "num_preemptions_total", "counter", "", (double)st->preempted },
+        { "prefix_cache_queries_total", "counter", "",
+          (double)hx_counted(HX_C_prefix_query_tokens_total) },
+        { "prefix_cache_hits_total", "counter", "",
+          (double)hx_counted(HX_C_prefix_hit_tokens_total) },
+        { "prompt_tokens_total", "counter", "",
+          (double)hx_counted(HX_C_prompt_tokens_total) },
+        { "generation_tokens_total", "counter", "",
+          (double)hx_counted(HX_C_generation_tokens_total) },
+        { "request_success_total", "counter", ",finished_reason=\"stop\"",
+          (double)hx_counted(HX_C_requests_stop_total) },
+        { "request_success_total", NULL, ",finished_reason=\"length\"",
+          (double)hx_counted(HX_C_requests_length_total) },
+        { "request_success_total", NULL, ",finished_reason=\"abort\"",
+          (double)hx_counted(HX_C_requests_cancelled_total) },
+    };
+    char label[300], name[257];
+    size_t n = 0;
+
+    /* A label's value must not hold quotes, backslashes or line ends. */
+    for (const char *p = e->name; *p != '\0'; p++)
+        name[n++] = *p == '"' || *p == '\\' || *p == '\n' ? '_' : *p;
+    name[n] = '\0';
+    snprintf(label, sizeof label, "model_name=\"%s\"", name);
+    for (size_t i = 0; i < HX_LEN(all); i++) {
+        if (all[i].type != NULL)
+            hx_sb_printf(b, "# TYPE vllm:%s %s\n", all[i].name, all[i].type);
+        hx_sb_printf(b, "vllm:%s{%s%s} %.6g\n", all[i].name, label, all[i].more,
+                     all[i].v);
+    }
+    hx_histograms_write(b, "vllm:", label);
 }
 
 int64_t hx_metrics(hx_engine *e, char *out, int64_t cap)
@@ -989,6 +1160,13 @@ int64_t hx_metrics(hx_engine *e, char *out, int64_t cap)
     gauge(&b, "context_tokens", "Longest sequence.", e->info.ctx_tokens);
     gauge(&b, "resident_memory_bytes", "Memory of the process, mapped weights included.",
           (int64_t)hx_sys_rss_bytes());
+    gauge(&b, "healthy", "1 while answers can be had and trusted.", st.fault == NULL);
+    gauge(&b, "wait_milliseconds", "What one more request would wait.", st.wait_ms);
+    gauge(&b, "prefill_tokens_per_second", "Prompt tokens per second of work on them.",
+          (int64_t)st.prefill_rate);
+    gauge(&b, "decode_tokens_per_second", "Tokens per second of decode work.",
+          (int64_t)st.decode_rate);
+    write_vllm(&b, e, &st);
     n = b.bad ? HX_ENOMEM : (int64_t)b.n;
     if (HX_MIN(n, cap) > 0)
         memcpy(out, b.p, (size_t)HX_MIN(n, cap));

@@ -8,6 +8,7 @@
 #define HX_ENGINE_H
 
 #include <pthread.h>
+#include <stdatomic.h>
 
 #include "hoist.h"
 #include "model/model.h"
@@ -26,8 +27,51 @@
 #define HX_STALL_US                                                                      \
     (60 * 1000000LL) /* a reader that takes nothing for so long is dropped */
 #define HX_PREFILL_ROWS                                                                  \
-    256                   /* rows of a prefill chunk: whole blocks of the 64-token grid */
-#define HX_SLICE_US 10000 /* prefill works so long before decode rows get their turn */
+    256 /* rows of a prefill chunk: whole blocks of the 64-token grid */
+#define HX_MARGIN      256 /* tokens of answer that a request gets memory for when it starts */
+#define HX_PROGRESS_US 100000 /* between two progress events of a stream */
+
+/* ---- what runs next (sched_pick.c) ------------------------------------ */
+
+/* What steps have cost, in microseconds; 0 where not seen. Moving averages. */
+typedef struct {
+    float step[HX_SPAN_MAX + 1];  /* a decode step, by rows */
+    float alone[HX_SPAN_MAX + 1]; /* the same, while no prompt was being read */
+    float *layer; /* [n_layer, n_block] a layer of a chunk, by layer and blocks - 1 */
+    int64_t n_layer, n_block;
+} hx_costs;
+
+/* What there is to do, and how prefill and decode stand with each other. */
+typedef struct {
+    int32_t n_decode; /* streams that can take a token now */
+    bool prefill;     /* a prompt waits to be read, or is in between layers */
+    int64_t layer;    /* of the chunk under way that comes next */
+    int64_t blocks;   /* of that chunk; 0: none is under way */
+    int64_t left;     /* blocks of the prompt whose chunk would begin */
+    float share;      /* see hx_options.decode_share */
+    float credit_us;  /* what prefill may take now; below 0: it took more than its part */
+} hx_pick_state;
+
+typedef enum { HX_PICK_NOTHING, HX_PICK_DECODE, HX_PICK_PREFILL } hx_pick_kind;
+
+typedef struct {
+    hx_pick_kind kind;
+    int64_t blocks, layers; /* PREFILL: of the chunk; how many layers now */
+} hx_pick;
+
+/* One of several prompts to be read. */
+typedef struct {
+    int32_t priority;
+    uint64_t turn; /* when it had its last chunk, or came */
+} hx_pick_prompt;
+
+hx_pick hx_sched_pick_next(const hx_costs *c, const hx_pick_state *s);
+/* The prompt that gets the next chunk: highest priority, then longest without one. */
+int64_t hx_sched_pick_prompt(const hx_pick_prompt *p, int64_t n);
+/* A decode step or a slice was done: costs and credit follow. */
+void hx_sched_pick_decoded(hx_costs *c, hx_pick_state *s, int32_t rows, float us);
+void hx_sched_pick_read(hx_costs *c, hx_pick_state *s, int64_t layer, int64_t blocks,
+                        bool full, float us);
 
 /* ---- sampling state (sample.c) ---------------------------------------- */
 
@@ -49,6 +93,16 @@ typedef struct {
 
 /* ---- streams ---------------------------------------------------------- */
 
+#define HX_PRINT_FLOATS 16 /* logits of a row that stand for it */
+#define HX_PRINT_CYCLE  4
+#define HX_PRINT_SAME   24 /* steps without anything new that end a stream */
+
+/* Whether a stream's logits still change (health.c). */
+typedef struct {
+    float print[HX_PRINT_CYCLE][HX_PRINT_FLOATS]; /* of the last steps */
+    int32_t n, n_same; /* steps seen; the last so many had the logits of one before */
+} hx_watch;
+
 typedef enum { HX_SEQ_QUEUED, HX_SEQ_PREFILL, HX_SEQ_DECODE, HX_SEQ_ENDED } hx_seq_state;
 
 typedef struct {
@@ -68,11 +122,15 @@ struct hx_stream {
     hx_seq_state state;
     hx_stream *next; /* in the inbox */
     int32_t slot;    /* -1: none */
-    int32_t pages;   /* reserved */
-    int32_t *token;  /* [n_token, cap = n_tokens + max_new] prompt and answer */
+    int32_t pages;   /* reserved; under lock beside */
+    bool in_step;    /* takes part in the next decode step */
+    uint64_t turn;   /* of the prompt's last chunk */
+    int64_t told_us; /* of the last progress event */
+    hx_watch watch;
+    int32_t *token; /* [n_token, cap = n_tokens + max_new] prompt and answer */
     int64_t n_token, n_prompt, n_done; /* n_done: of token, computed */
     int64_t max_new;
-    uint64_t order; /* of arrival */
+    uint64_t order; /* of arrival; under lock beside */
     hx_history hist;
     hx_stopper stopper;
     hx_grammar *grammar; /* NULL: none; shared */
@@ -93,6 +151,9 @@ struct hx_stream {
     int32_t n_ring;
     hx_event end; /* kind DONE or ERROR once ended */
     bool ended, cancelled, freed, progress;
+    bool lost; /* end holds an error although the engine thread has not let go yet */
+    hx_stream *all_next, **all_at; /* in engine->all */
+    int64_t last_us;               /* of the last token */
     int32_t force[64], n_force, force_at;
     int64_t prefilled, generated, queue;
     hx_times times;
@@ -110,6 +171,25 @@ struct hx_stream {
 /* ---- engine ----------------------------------------------------------- */
 
 typedef struct hx_grammars hx_grammars;
+/* health.c's. What the watchdog reads is atomic; texts are under engine->lock. */
+typedef struct {
+    pthread_t thread;
+    pthread_cond_t quit; /* with engine->lock: closing, or known */
+    bool started;
+    _Atomic int64_t beat_us;  /* of the last progress */
+    _Atomic int64_t worst_us; /* longest time between two while there was work */
+    _Atomic bool working, stalled, broken;
+    char stall_text[160], broken_text[256];
+    int64_t stall_us, canary_us; /* limits; canary_us 0: no canary */
+    int64_t next_us, overdue_us; /* when the next canary may, must run */
+    uint64_t sum;                /* of the known answer; 0: not yet known */
+    bool known;                  /* under lock: the first canary has run */
+    bool suspect;                /* the next canary is due at once, whoever waits */
+    char *dump_dir;
+    int32_t n_dump;
+    pthread_mutex_t record_lock; /* guards record */
+    void *record;                /* FILE, or NULL */
+} hx_health;
 
 struct hx_engine {
     hx_info info;
@@ -129,23 +209,34 @@ struct hx_engine {
     pthread_t thread;
     bool started;
     _Atomic bool nudge; /* inbox or a cancel flag has something new */
+    hx_health health;
 
     /* under lock */
     hx_stream *inbox, *inbox_last;
+    hx_stream *all; /* submitted and not ended */
     int64_t n_waiting, n_running;
+    int64_t client_queue; /* does not change */
     bool closing;
-    int64_t steps;
     hx_experts experts; /* of the store, as of the last step */
+    int64_t steps, preempted;
+    uint64_t next_order;
+    double service_us;                /* from a start to its end; 0: not known */
+    double prefill_rate, decode_rate; /* tokens/s */
 
     /* the engine thread's */
-    hx_stream **wait; /* [max_queue] by priority, then arrival */
+    int32_t client_streams;
+    hx_stream **wait; /* [max_queue + max_streams] by priority, then arrival */
     int64_t n_wait;
     hx_stream **run; /* [max_streams] */
     int32_t n_run;
     int32_t pages_reserved;
-    uint64_t next_order;
     hx_stream *chunk; /* whose prefill chunk is between layers */
     int64_t chunk_layer, chunk_rows;
+    double chunk_us;
+    hx_costs costs;
+    hx_pick_state pick;
+    hx_pick_prompt *prompt; /* [max_streams] */
+    uint64_t next_turn;
     hx_batch chunk_batch;
     hx_span chunk_span;
     hx_sample_row *row; /* [max_streams] */
@@ -156,8 +247,34 @@ struct hx_engine {
     float *score_logit, *score_hidden; /* [HX_SCORE_ROWS, N], [HX_SCORE_ROWS, D] */
 };
 
-void *hx_sched_run(void *engine);            /* sched.c: the engine thread */
+void *hx_sched_run(void *engine); /* sched.c: the engine thread */
+/* What n more requests would wait, in microseconds. Under lock. */
+double hx_sched_wait_us(const hx_engine *e, int64_t n);
 void hx_engine_stream_destroy(hx_stream *s); /* engine.c */
+void hx_engine_wake_reader(hx_stream *s);    /* under lock */
+
+/* health.c */
+int hx_health_open(hx_engine *e, const hx_options *opt, hx_err *err);
+/* The watchdog; without a thread for it there is none. */
+void hx_health_start(hx_engine *e);
+/* Returns when the engine thread knows the known answer; an error when there is none. */
+int hx_health_wait_known(hx_engine *e, hx_err *err);
+void hx_health_close(hx_engine *e);
+/* The engine thread made progress. Cheap: between layers too. */
+void hx_health_beat(hx_engine *e);
+void hx_health_work(hx_engine *e, bool work); /* there is something to do, or nothing */
+/* Runs the known answer when it is time or something looked wrong and a slot is free. */
+void hx_health_canary(hx_engine *e, bool idle);
+int64_t hx_health_due_us(const hx_engine *e); /* until the next; -1: none */
+/* Why answers cannot be had or trusted, as a sentence, and in *name as a word; NULL when
+ * all is well. Under lock. */
+const char *hx_health_fault(const hx_engine *e, const char **name);
+/* Row r of logits gave the stream's next token. An error when they change no more. */
+int hx_health_watch(hx_stream *s, hx_buf logits, int64_t r, hx_err *err);
+/* The stream's logits were no numbers, or did not change: says so where asked. */
+void hx_health_suspect(hx_stream *s, const hx_err *err);
+/* A line for the record, when there is one. The stream has ended and is nobody else's. */
+void hx_health_record(const hx_stream *s);
 
 /* grammars.c: *out stays until it is dropped as often as it was taken. Errors as
  * hx_grammar_open(). Thread: any. */

@@ -1,22 +1,15 @@
 /* sched.c - the engine thread: takes requests in, reads prompts in slices, decodes all
  * running streams together, hands tokens out.
  *
- * A step is one slice of a prefill chunk, then one decode step of every stream that has a
- * token to feed; cancels are seen between slices. Never knows the model's layers (graph.c
- * walks them) and never waits for a reader. */
+ * A step is one slice of a prefill chunk or one decode step of every stream that has a
+ * token to feed, as sched_pick.c says; cancels are seen between slices. Never knows the
+ * model's layers (graph.c walks them) and never waits for a reader. */
 #include <math.h>
 #include <time.h>
 
 #include "engine/engine.h"
 
 /* ---- the end of a stream ---------------------------------------------- */
-
-static void wake_reader(hx_stream *s)
-{
-    pthread_cond_broadcast(&s->cond);
-    if (s->ready != NULL)
-        s->ready(s->ready_ud);
-}
 
 static void forget(hx_stream **list, int64_t *n, const hx_stream *s)
 {
@@ -28,41 +21,93 @@ static void forget(hx_stream **list, int64_t *n, const hx_stream *s)
         }
 }
 
-/* The stream's last event; its memory goes back, and itself when its owner has let go. */
-static void end_stream(hx_stream *s, hx_stop stop, int32_t stop_index, const hx_err *err)
+/* Figures of an answer that has ended by itself. */
+static void observe_end(const hx_stream *s, hx_stop stop)
+{
+    const hx_times *t = &s->times;
+    const double made_s = (double)(t->done_us - t->first_us) / 1e6;
+
+    hx_count(stop == HX_STOP_LENGTH ? HX_C_requests_length_total
+                                    : HX_C_requests_stop_total,
+             1);
+    if (s->score != NULL || t->first_us == 0)
+        return;
+    hx_observe(HX_H_e2e_request_latency_seconds,
+               (double)(t->done_us - t->queued_us) / 1e6);
+    hx_observe(HX_H_request_queue_time_seconds,
+               (double)(t->started_us - t->queued_us) / 1e6);
+    hx_observe(HX_H_request_prefill_time_seconds,
+               (double)(t->first_us - t->started_us) / 1e6);
+    hx_observe(HX_H_request_decode_time_seconds, made_s);
+    hx_observe(HX_H_request_prompt_tokens, (double)s->n_prompt);
+    hx_observe(HX_H_request_generation_tokens, (double)s->generated);
+    if (s->generated > 1)
+        hx_observe(HX_H_time_per_output_token_seconds,
+                   made_s / (double)(s->generated - 1));
+}
+
+/* Takes the stream from the list it is in and its reservation from the sum. Under lock. */
+static void leave(hx_stream *s)
 {
     hx_engine *e = s->engine;
     int64_t n_run = e->n_run;
-    bool freed;
 
-    if (s->slot >= 0)
-        hx_cache_drop(e->cache, s->slot);
-    if (e->chunk == s)
-        e->chunk = NULL;
     forget(e->run, &n_run, s);
     forget(e->wait, &e->n_wait, s);
     e->n_run = (int32_t)n_run;
-    if (err != NULL)
-        hx_count(HX_C_requests_failed_total, 1);
-    else if (stop == HX_STOP_CANCEL)
-        hx_count(HX_C_requests_cancelled_total, 1);
-    pthread_mutex_lock(&e->lock);
     e->pages_reserved -= s->pages;
+    s->pages = 0;
     if (s->state == HX_SEQ_QUEUED)
         e->n_waiting--;
     else
         e->n_running--;
+}
+
+/* Its sequence memory goes back. */
+static void drop_slot(hx_stream *s)
+{
+    if (s->slot >= 0)
+        hx_cache_drop(s->engine->cache, s->slot);
+    s->slot = -1;
+    if (s->engine->chunk == s)
+        s->engine->chunk = NULL;
+}
+
+/* The stream's last event; its memory goes back, and itself when its owner has let go. */
+static void end_stream(hx_stream *s, hx_stop stop, int32_t stop_index, const hx_err *err)
+{
+    hx_engine *e = s->engine;
+    bool freed;
+
+    drop_slot(s);
+    pthread_mutex_lock(&e->lock);
+    leave(s);
     s->state = HX_SEQ_ENDED;
     s->times.done_us = hx_now_us();
-    s->end = (hx_event) { .kind = err != NULL ? HX_EV_ERROR : HX_EV_DONE,
-                          .stop = stop,
-                          .stop_index = stop_index };
+    if (s->times.started_us != 0 && stop != HX_STOP_CANCEL) {
+        const double us = (double)(s->times.done_us - s->times.started_us);
+
+        e->service_us += (e->service_us == 0 ? 1 : 0.2) * (us - e->service_us);
+    }
+    if (!s->lost) {
+        s->end = (hx_event) { .kind = err != NULL ? HX_EV_ERROR : HX_EV_DONE,
+                              .stop = stop,
+                              .stop_index = stop_index };
+        if (err != NULL)
+            s->end.err = *err;
+    }
     if (err != NULL)
-        s->end.err = *err;
+        hx_count(HX_C_requests_failed_total, 1);
+    else if (stop == HX_STOP_CANCEL)
+        hx_count(HX_C_requests_cancelled_total, 1);
+    else
+        observe_end(s, stop);
     s->ended = true;
+    if ((*s->all_at = s->all_next) != NULL)
+        s->all_next->all_at = s->all_at;
     freed = s->freed;
     if (!freed)
-        wake_reader(s);
+        hx_engine_wake_reader(s);
     pthread_mutex_unlock(&e->lock);
     if (freed)
         hx_engine_stream_destroy(s);
@@ -106,7 +151,7 @@ static void show_held(hx_stream *s, size_t n_sure, bool cut)
         at = n_sure;
     }
     if (n > 0)
-        wake_reader(s);
+        hx_engine_wake_reader(s);
     pthread_mutex_unlock(&s->engine->lock);
     s->n_pend -= n;
     memmove(s->pend, s->pend + n, (size_t)s->n_pend * sizeof *s->pend);
@@ -126,7 +171,7 @@ static int32_t show_token(hx_stream *s, hx_out_token *t)
     if (s->stopper.n_stop == 0) {
         pthread_mutex_lock(&s->engine->lock);
         ring_put(s, t, bytes.p);
-        wake_reader(s);
+        hx_engine_wake_reader(s);
         pthread_mutex_unlock(&s->engine->lock);
         return -1;
     }
@@ -135,7 +180,7 @@ static int32_t show_token(hx_stream *s, hx_out_token *t)
         show_held(s, s->stopper.n_held, false);
         pthread_mutex_lock(&s->engine->lock);
         ring_put(s, t, bytes.p);
-        wake_reader(s);
+        hx_engine_wake_reader(s);
         pthread_mutex_unlock(&s->engine->lock);
         return -1;
     }
@@ -156,12 +201,20 @@ static int32_t end_id_index(const hx_stream *s, int32_t id)
 /* The next forced token instead of id, if there is one. */
 static int32_t forced_or(hx_stream *s, int32_t id)
 {
+    const int64_t now = hx_now_us();
+
     pthread_mutex_lock(&s->engine->lock);
     if (s->force_at < s->n_force)
         id = s->force[s->force_at++];
     s->generated++;
-    if (s->times.first_us == 0)
-        s->times.first_us = hx_now_us();
+    if (s->times.first_us == 0) {
+        s->times.first_us = now;
+        hx_observe(HX_H_time_to_first_token_seconds,
+                   (double)(now - s->times.queued_us) / 1e6);
+    } else {
+        hx_observe(HX_H_inter_token_latency_seconds, (double)(now - s->last_us) / 1e6);
+    }
+    s->last_us = now;
     pthread_mutex_unlock(&s->engine->lock);
     return id;
 }
@@ -230,10 +283,13 @@ static int take_choice(hx_engine *e, int32_t r, const hx_stream *s, hx_out_token
     if ((rc = hx_dev_get(e->dev, &t->token, hx_buf_at(e->out_id, at * sizeof t->token),
                          sizeof t->token, err)) != 0)
         return rc;
+    if (t->token == -1)
+        return hx_fail(
+            err, HX_EDEVICE,
+            "sampling: the logits hold a value that is no number; the answer is "
+            "broken and ends here");
     if (t->token < 0)
-        return hx_fail(err, HX_EARG, "sampling: %s",
-                       t->token == -1 ? "the logits hold a value that is no number"
-                                      : "every token is banned");
+        return hx_fail(err, HX_EARG, "sampling: every token is banned");
     if (s->req.want_logprobs &&
         (rc = hx_dev_get(e->dev, &t->logprob,
                          hx_buf_at(e->out_logprob, at * sizeof t->logprob),
@@ -245,43 +301,30 @@ static int take_choice(hx_engine *e, int32_t r, const hx_stream *s, hx_out_token
                             (size_t)s->req.n_top * sizeof *t->top, err);
 }
 
-/* Waits for a decode step; false when a lane missed its deadline, so that nothing of the
- * step may be used. */
-static bool step_is_good(hx_engine *e, int32_t n, hx_err *err)
-{
-    int32_t id;
-
-    if (e->model->store == NULL)
-        return true;
-    const int rc = hx_dev_get(e->dev, &id, e->out_id, sizeof id, err);
-    return hx_store_end(e->model->store, n, rc == 0 ? err : &(hx_err) { 0 }) == 0 &&
-           rc == 0;
-}
-
 /* Chooses the next token of n streams whose logits are rows 0..n-1. A row that cannot be
  * sampled (NaN, everything banned) ends its own stream only. */
-static void choose(hx_engine *e, hx_buf logits, hx_stream **stream, int32_t n,
-                   bool decode)
+static void choose(hx_engine *e, hx_buf logits, hx_stream **stream, int32_t n)
 {
     hx_out_token t;
-    hx_err err = { 0 };
+    hx_err err = { 0 }, row_err;
     bool each = false;
+    int rc, row_rc;
 
     /* A grammar that allows nothing leaves an empty mask, which its row is refused for. */
     for (int32_t r = 0; r < n; r++)
         each |= hx_sample_row_of(stream[r], &e->row[r], &err) != 0;
     each = each || sample_rows(e, logits, 0, n, &err) != 0;
-    if (decode && !step_is_good(e, n, &err)) {
-        for (int32_t r = 0; r < n; r++)
-            end_stream(stream[r], HX_STOP_NONE, -1, &err);
-        return;
-    }
     for (int32_t r = 0; r < n; r++) {
-        if ((each && sample_rows(e, logits, r, 1, &err) != 0) ||
-            take_choice(e, r, stream[r], &t, &err) != 0)
-            end_stream(stream[r], HX_STOP_NONE, -1, &err);
-        else
+        row_rc = each ? sample_rows(e, logits, r, 1, &row_err) : 0;
+        if ((rc = take_choice(e, r, stream[r], &t, &err)) == 0 && (rc = row_rc) != 0)
+            err = row_err;
+        if (rc == 0 && (rc = hx_health_watch(stream[r], logits, r, &err)) == 0) {
             accept_token(stream[r], &t);
+            continue;
+        }
+        if (rc == HX_EDEVICE)
+            hx_health_suspect(stream[r], &err);
+        end_stream(stream[r], HX_STOP_NONE, -1, &err);
     }
 }
 
@@ -303,46 +346,169 @@ static bool can_decode(hx_stream *s)
     return !high;
 }
 
-/* One token of every stream that has one to feed. Returns how many there were. */
-static int32_t decode_step(hx_engine *e)
+static int32_t pages_of(int64_t n_pos)
+{
+    return (int32_t)((n_pos + HX_PAGE - 1) / HX_PAGE);
+}
+
+static void put_in_order(hx_engine *e, hx_stream *s)
+{
+    int64_t at = e->n_wait++;
+
+    while (at > 0 && (e->wait[at - 1]->req.priority < s->req.priority ||
+                      (e->wait[at - 1]->req.priority == s->req.priority &&
+                       e->wait[at - 1]->order > s->order))) {
+        e->wait[at] = e->wait[at - 1];
+        at--;
+    }
+    e->wait[at] = s;
+}
+
+/* Sends a running stream back to the queue. Nothing of its answer is lost or changes: its
+ * prompt is read again, its tokens are fed again as the decode rows they were. */
+static void preempt(hx_engine *e, hx_stream *s)
+{
+    drop_slot(s);
+    s->n_done = 0;
+    pthread_mutex_lock(&e->lock);
+    leave(s);
+    s->state = HX_SEQ_QUEUED;
+    e->n_waiting++;
+    e->preempted++;
+    put_in_order(e, s);
+    pthread_mutex_unlock(&e->lock);
+    hx_count(HX_C_preemptions_total, 1);
+}
+
+/* Who gives way first: lowest priority, then last come. */
+static hx_stream *last_in_rank(const hx_engine *e)
+{
+    hx_stream *last = NULL;
+
+    for (int32_t i = 0; i < e->n_run; i++) {
+        hx_stream *s = e->run[i];
+
+        if (last == NULL || s->req.priority < last->req.priority ||
+            (s->req.priority == last->req.priority && s->order > last->order))
+            last = s;
+    }
+    return last;
+}
+
+/* Reserves pages up to n_pos, from who ranks below s if need be. false: s itself ranks
+ * last and waits, with all it has, until one of the others ends. A stream that runs alone
+ * always finds room: memory holds at least one context. */
+static bool make_room(hx_engine *e, hx_stream *s, int64_t n_pos)
+{
+    while (s->pages < pages_of(n_pos)) {
+        hx_stream *last = last_in_rank(e);
+
+        if (e->pages_reserved >= e->cache->n_page) {
+            if (last == s)
+                return false;
+            preempt(e, last);
+            continue;
+        }
+        pthread_mutex_lock(&e->lock);
+        s->pages++;
+        e->pages_reserved++;
+        pthread_mutex_unlock(&e->lock);
+    }
+    return true;
+}
+
+/* Marks the streams that take part in the next decode step; returns how many. */
+static int32_t gather(hx_engine *e)
+{
+    int32_t n = 0;
+
+    for (int32_t i = 0; i < e->n_run; i++)
+        e->run[i]->in_step = can_decode(e->run[i]);
+    for (int32_t i = 0; i < e->n_run; i++) {
+        hx_stream *s = e->run[i];
+
+        s->in_step = s->in_step && make_room(e, s, s->n_done + 1);
+        while (e->run[i] != s)
+            i--;
+    }
+    for (int32_t i = 0; i < e->n_run; i++)
+        n += e->run[i]->in_step;
+    return n;
+}
+
+/* One row of the next decode step. */
+static void add_row(hx_engine *e, hx_stream *s, int32_t r)
+{
+    e->row_of[r] = s;
+    e->id[r] = s->token[s->n_done];
+    e->span[r] = (hx_span) { .slot = s->slot,
+                             .row0 = r,
+                             .n_row = 1,
+                             .pos0 = (int32_t)s->n_done,
+                             .commit = e->cache->slot[s->slot].pend };
+}
+
+/* The rows of the streams that gather() marked: first those whose next token is to be
+ * chosen, *n_new of them, then those that feed again what they had. */
+static int32_t add_rows(hx_engine *e, int32_t *n_new)
 {
     hx_err err = { 0 };
     int32_t n = 0;
 
-    for (int32_t i = 0; i < e->n_run; i++) {
-        hx_stream *s = e->run[i];
-        hx_slot *slot = &e->cache->slot[s->slot];
+    for (int pass = 0; pass < 2; pass++) {
+        for (int32_t i = 0; i < e->n_run; i++) {
+            hx_stream *s = e->run[i];
 
-        if (!can_decode(s))
-            continue;
-        if (hx_cache_grow(e->cache, s->slot, s->n_done + 1, &err) != 0) {
-            end_stream(s, HX_STOP_NONE, -1, &err);
-            i--;
-            continue;
+            if (!s->in_step || (pass == 0) != (s->n_done + 1 == s->n_token))
+                continue;
+            if (hx_cache_grow(e->cache, s->slot, s->n_done + 1, &err) == 0) {
+                add_row(e, s, n++);
+            } else {
+                end_stream(s, HX_STOP_NONE, -1, &err);
+                i--;
+            }
         }
-        e->row_of[n] = s;
-        e->id[n] = s->token[s->n_done];
-        e->span[n] = (hx_span) { .slot = s->slot,
-                                 .row0 = n,
-                                 .n_row = 1,
-                                 .pos0 = (int32_t)s->n_done,
-                                 .commit = slot->pend };
-        n++;
+        if (pass == 0)
+            *n_new = n;
     }
+    return n;
+}
+
+/* The layers of a decode step. With an expert store its end is waited for: false too when a
+ * lane missed its deadline, so that nothing of the step may be used. */
+static bool run_step(hx_engine *e, const hx_batch *b, hx_err *err)
+{
+    hx_store *s = e->model->store;
+    int32_t id;
+    int rc;
+
+    if (s == NULL)
+        return hx_graph_step(e->decode, b, err) == 0;
+    hx_store_begin(s);
+    if ((rc = hx_graph_step(e->decode, b, err)) == 0)
+        rc = hx_dev_get(e->dev, &id, e->out_id, sizeof id, err);
+    return hx_store_end(s, rc == 0 ? b->rows.n_row : 0,
+                        rc == 0 ? err : &(hx_err) { 0 }) == 0 &&
+           rc == 0;
+}
+
+/* One token of every stream that is ready. */
+static void decode_step(hx_engine *e)
+{
+    const int64_t start = hx_now_us();
+    hx_err err = { 0 };
+    int32_t n_new, n = add_rows(e, &n_new);
+
     if (n == 0)
-        return 0;
+        return;
     const hx_batch batch = { .phase = HX_PHASE_DECODE,
                              .id = e->id,
                              .rows = { .span = e->span, .n_span = n, .n_row = n } };
 
-    if (e->model->store != NULL)
-        hx_store_begin(e->model->store);
-    if (hx_graph_step(e->decode, &batch, &err) != 0) {
-        if (e->model->store != NULL)
-            hx_store_end(e->model->store, 0, &(hx_err) { 0 });
+    if (!run_step(e, &batch, &err)) {
         for (int32_t r = 0; r < n; r++)
             end_stream(e->row_of[r], HX_STOP_NONE, -1, &err);
-        return n;
+        return;
     }
     for (int32_t r = 0; r < n; r++) {
         hx_stream *s = e->row_of[r];
@@ -351,8 +517,14 @@ static int32_t decode_step(hx_engine *e)
         slot->n_pos = ++s->n_done;
         slot->pend = 1;
     }
-    choose(e, hx_graph_logits(e->decode), e->row_of, n, true);
-    return n;
+    if (n_new > 0)
+        choose(e, hx_graph_logits(e->decode), e->row_of, n_new);
+    const double us = (double)(hx_now_us() - start);
+    hx_sched_pick_decoded(&e->costs, &e->pick, n, (float)us);
+    pthread_mutex_lock(&e->lock);
+    e->decode_rate +=
+        (e->decode_rate == 0 ? 1 : 0.05) * (n * 1e6 / HX_MAX(us, 1) - e->decode_rate);
+    pthread_mutex_unlock(&e->lock);
 }
 
 /* ---- scoring ----------------------------------------------------------- */
@@ -431,25 +603,27 @@ static int score_chunk(hx_stream *s, hx_err *err)
 
 /* ---- prefill ----------------------------------------------------------- */
 
-/* The running stream whose prompt is read next: highest priority, then first come. */
+/* The running stream whose prompt is read next, or NULL. */
 static hx_stream *next_prefill(const hx_engine *e)
 {
-    hx_stream *best = NULL;
+    hx_stream *of[HX_SPAN_MAX];
+    int64_t n = 0, best;
 
     for (int32_t i = 0; i < e->n_run; i++) {
         hx_stream *s = e->run[i];
 
-        if (s->state == HX_SEQ_PREFILL &&
-            (best == NULL || s->req.priority > best->req.priority ||
-             (s->req.priority == best->req.priority && s->order < best->order)))
-            best = s;
+        if (s->state != HX_SEQ_PREFILL)
+            continue;
+        e->prompt[n] = (hx_pick_prompt) { s->req.priority, s->turn };
+        of[n++] = s;
     }
-    return best;
+    best = hx_sched_pick_prompt(e->prompt, n);
+    return best >= 0 ? of[best] : NULL;
 }
 
-static int chunk_begin(hx_engine *e, hx_stream *s, hx_err *err)
+static int chunk_begin(hx_engine *e, hx_stream *s, int64_t blocks, hx_err *err)
 {
-    const int64_t n = HX_MIN(HX_PREFILL_ROWS, s->n_prompt - s->n_done);
+    const int64_t n = HX_MIN(blocks * HX_PAGE, s->n_prompt - s->n_done);
     hx_slot *slot = &e->cache->slot[s->slot];
     int rc;
 
@@ -458,6 +632,8 @@ static int chunk_begin(hx_engine *e, hx_stream *s, hx_err *err)
     e->chunk = s;
     e->chunk_layer = 0;
     e->chunk_rows = n;
+    e->chunk_us = 0;
+    s->turn = ++e->next_turn;
     e->chunk_span = (hx_span) { .slot = s->slot,
                                 .row0 = 0,
                                 .n_row = (int32_t)n,
@@ -471,6 +647,32 @@ static int chunk_begin(hx_engine *e, hx_stream *s, hx_err *err)
     return hx_graph_begin(e->prefill, &e->chunk_batch, err);
 }
 
+/* A reader who wants progress is told, but not too often. Under lock. */
+static void tell_progress(hx_stream *s, bool last)
+{
+    const int64_t now = hx_now_us();
+
+    if (!s->req.progress || (!last && now - s->told_us < HX_PROGRESS_US))
+        return;
+    s->told_us = now;
+    s->progress = true;
+    hx_engine_wake_reader(s);
+}
+
+static void count_read(hx_engine *e, hx_stream *s, int64_t n)
+{
+    pthread_mutex_lock(&e->lock);
+    if (s->n_done > s->prefilled) {
+        hx_count(HX_C_prompt_tokens_total, HX_MIN(n, s->n_done - s->prefilled));
+        s->prefilled = s->n_done;
+    }
+    if (e->chunk_us > 0)
+        e->prefill_rate += (e->prefill_rate == 0 ? 1 : 0.1) *
+                           ((double)n * 1e6 / e->chunk_us - e->prefill_rate);
+    tell_progress(s, s->n_done == s->n_prompt);
+    pthread_mutex_unlock(&e->lock);
+}
+
 /* All layers of the chunk are done. */
 static int chunk_end(hx_engine *e, hx_stream *s, hx_err *err)
 {
@@ -482,73 +684,73 @@ static int chunk_end(hx_engine *e, hx_stream *s, hx_err *err)
         return rc;
     s->n_done += n;
     e->cache->slot[s->slot].n_pos = s->n_done;
-    hx_count(HX_C_prompt_tokens_total, n);
-    pthread_mutex_lock(&e->lock);
-    s->prefilled = s->n_done;
-    if (s->req.progress) {
-        s->progress = true;
-        wake_reader(s);
-    }
-    pthread_mutex_unlock(&e->lock);
+    count_read(e, s, n);
     if (s->n_done < s->n_prompt)
         return 0;
     if (s->score != NULL) {
         end_stream(s, HX_STOP_LENGTH, -1, NULL);
         return 0;
     }
+    pthread_mutex_lock(&e->lock);
+    s->state = HX_SEQ_DECODE;
+    pthread_mutex_unlock(&e->lock);
+    if (s->n_token > s->n_prompt) /* preempted before: its next token is known */
+        return 0;
     if ((rc = hx_graph_out(e->prefill, n - 1, 1, err)) != 0)
         return rc;
-    s->state = HX_SEQ_DECODE;
-    choose(e, hx_graph_logits(e->prefill), &s, 1, false);
+    choose(e, hx_graph_logits(e->prefill), &s, 1);
     return 0;
 }
 
-static bool any_decoding(const hx_engine *e)
+/* One layer, with what it took. A device that works on its own is waited for where the
+ * clock is needed: while decode waits too, in one chunk of eight, and at a chunk's end. */
+static int chunk_step(hx_engine *e, bool share, hx_err *err)
 {
-    for (int32_t i = 0; i < e->n_run; i++)
-        if (e->run[i]->state == HX_SEQ_DECODE)
-            return true;
-    return false;
+    const int64_t start = hx_now_us(), l = e->chunk_layer;
+    const bool host = hx_dev_is_host(e->dev), measure = share || e->next_turn % 8 == 0;
+    int32_t any;
+    int rc;
+
+    if ((rc = hx_graph_layers(e->prefill, l, l + 1, err)) != 0 ||
+        (!host && (measure || l + 1 == e->model->desc.n_layer) &&
+         (rc = hx_dev_get(e->dev, &any, e->out_id, sizeof any, err)) != 0))
+        return rc;
+    const double us = (double)(hx_now_us() - start);
+    e->chunk_us += us;
+    e->chunk_layer++;
+    hx_health_beat(e);
+    if (host || measure)
+        hx_sched_pick_read(&e->costs, &e->pick, l, pages_of(e->chunk_rows),
+                           e->chunk_rows % HX_PAGE == 0, (float)us);
+    return 0;
 }
 
-/* Layers of one prompt's chunk: until it is complete, until decode rows had to wait for
- * HX_SLICE_US, or until the inbox has something. */
-static void prefill_slice(hx_engine *e)
+/* Layers of one prompt's chunk, up to what was picked or until the inbox has something. */
+static void prefill_slice(hx_engine *e, hx_stream *s, const hx_pick *pick)
 {
-    hx_stream *s = e->chunk != NULL ? e->chunk : next_prefill(e);
-    const int64_t start = hx_now_us();
-    const bool share = any_decoding(e);
+    const bool share = e->pick.n_decode > 0;
     hx_err err = { 0 };
     int rc = 0;
 
-    if (s == NULL)
-        return;
     if (e->chunk == NULL)
-        rc = chunk_begin(e, s, &err);
-    while (rc == 0 && e->chunk_layer < e->model->desc.n_layer) {
-        rc = hx_graph_layers(e->prefill, e->chunk_layer, e->chunk_layer + 1, &err);
-        e->chunk_layer++;
-        if (atomic_load(&e->nudge) || (share && hx_now_us() - start >= HX_SLICE_US))
+        rc = chunk_begin(e, s, pick->blocks, &err);
+    for (int64_t i = 0; rc == 0 && i < pick->layers; i++) {
+        rc = chunk_step(e, share, &err);
+        if (atomic_load(&e->nudge))
             break;
     }
-    if (rc == 0 && e->chunk_layer == e->model->desc.n_layer)
+    if (rc == 0 && e->chunk_layer == e->model->desc.n_layer) {
+        const int64_t start = hx_now_us();
+
         rc = chunk_end(e, s, &err);
+        if (share)
+            e->pick.credit_us -= (float)(hx_now_us() - start);
+    }
     if (rc != 0)
         end_stream(s, HX_STOP_NONE, -1, &err);
 }
 
 /* ---- requests in ------------------------------------------------------- */
-
-static void put_in_order(hx_engine *e, hx_stream *s)
-{
-    int64_t at = e->n_wait++;
-
-    while (at > 0 && e->wait[at - 1]->req.priority < s->req.priority) {
-        e->wait[at] = e->wait[at - 1];
-        at--;
-    }
-    e->wait[at] = s;
-}
 
 /* Takes the inbox. Returns false when the engine is closing. */
 static bool take_inbox(hx_engine *e)
@@ -566,7 +768,6 @@ static bool take_inbox(hx_engine *e)
         hx_stream *next = s->next;
 
         s->next = NULL;
-        s->order = e->next_order++;
         put_in_order(e, s);
         s = next;
     }
@@ -592,8 +793,10 @@ static bool reap_one(hx_stream *s, int64_t now)
         end_stream(s, HX_STOP_CANCEL, -1, NULL);
     } else if (s->req.deadline_ms != 0 &&
                now - s->times.queued_us > s->req.deadline_ms * 1000) {
-        hx_fail(&err, HX_ELIMIT, "deadline: %lld ms have passed",
-                (long long)s->req.deadline_ms);
+        hx_fail(&err, HX_ELIMIT, "deadline: %lld ms have passed %s",
+                (long long)s->req.deadline_ms,
+                s->state == HX_SEQ_QUEUED ? "in the queue"
+                                          : "before the answer was complete");
         end_stream(s, HX_STOP_NONE, -1, &err);
     } else if (s->stalled_us != 0 && now - s->stalled_us > HX_STALL_US) {
         hx_fail(&err, HX_ELIMIT, "reader: took no token for %lld s",
@@ -615,67 +818,139 @@ static void reap(hx_engine *e)
         i += !reap_one(e->run[i], now);
 }
 
-/* Gives waiting requests their slot and pages, for their whole length at once: a request
- * that runs never has to stop for want of memory. */
+/* ---- admission --------------------------------------------------------- */
+
+double hx_sched_wait_us(const hx_engine *e, int64_t n)
+{
+    const double service = e->service_us > 0 ? e->service_us : 2e6;
+
+    return n <= 0 ? 0 : (double)n * service / e->info.max_streams;
+}
+
+static int32_t n_running_of(const hx_engine *e, uint64_t client)
+{
+    int32_t n = 0;
+
+    for (int32_t i = 0; i < e->n_run; i++)
+        n += e->run[i]->req.client == client;
+    return n;
+}
+
+/* The first in the queue whose client may have one more, or NULL. */
+static hx_stream *next_waiting(const hx_engine *e)
+{
+    for (int64_t i = 0; i < e->n_wait; i++) {
+        const uint64_t client = e->wait[i]->req.client;
+
+        if (client == 0 || e->client_streams == 0 ||
+            n_running_of(e, client) < e->client_streams)
+            return e->wait[i];
+    }
+    return NULL;
+}
+
+/* A slot, and pages for the prompt and the beginning of the answer; the rest comes as it
+ * grows. Others grow too: a page each stays free for them, and what they may grow while a
+ * preempted stream feeds its tokens again, or it would be preempted before it is through. */
+static bool admit_one(hx_engine *e, hx_stream *s)
+{
+    const int64_t all = s->n_prompt + s->max_new,
+                  now = HX_MIN(all, s->n_token + HX_MARGIN);
+    const int64_t need = pages_of(now),
+                  others = e->n_run * (int64_t)(1 + pages_of(s->n_token - s->n_prompt));
+
+    if (e->n_run > 0 && e->pages_reserved + need + others > e->cache->n_page)
+        return false;
+    if ((s->slot = hx_cache_take(e->cache)) < 0)
+        return false;
+    forget(e->wait, &e->n_wait, s);
+    e->run[e->n_run++] = s;
+    s->turn = ++e->next_turn;
+    hx_count(HX_C_prefix_query_tokens_total, s->prefilled == 0 ? s->n_prompt : 0);
+    pthread_mutex_lock(&e->lock);
+    s->state = HX_SEQ_PREFILL;
+    s->pages = (int32_t)need;
+    e->pages_reserved += s->pages;
+    e->n_waiting--;
+    e->n_running++;
+    s->queue = 0;
+    if (s->times.started_us == 0)
+        s->times.started_us = hx_now_us();
+    tell_progress(s, true);
+    pthread_mutex_unlock(&e->lock);
+    return true;
+}
+
 static void admit(hx_engine *e)
 {
+    hx_stream *s;
     bool moved = false;
 
-    while (e->n_wait > 0 && e->n_run < e->info.max_streams) {
-        hx_stream *s = e->wait[0];
-        const int64_t need = (s->n_prompt + s->max_new + HX_PAGE - 1) / HX_PAGE;
-
-        if (e->pages_reserved + need > e->cache->n_page ||
-            (s->slot = hx_cache_take(e->cache)) < 0)
-            break;
-        forget(e->wait, &e->n_wait, s);
-        e->run[e->n_run++] = s;
-        s->pages = (int32_t)need;
-        s->state = HX_SEQ_PREFILL;
-        pthread_mutex_lock(&e->lock);
-        e->pages_reserved += s->pages;
-        e->n_waiting--;
-        e->n_running++;
-        s->queue = 0;
-        s->times.started_us = hx_now_us();
-        pthread_mutex_unlock(&e->lock);
+    while (e->n_run < e->info.max_streams && (s = next_waiting(e)) != NULL &&
+           admit_one(e, s))
         moved = true;
-    }
     if (!moved)
         return;
     pthread_mutex_lock(&e->lock);
     for (int64_t i = 0; i < e->n_wait; i++) {
         e->wait[i]->queue = i;
-        if (e->wait[i]->req.progress) {
-            e->wait[i]->progress = true;
-            wake_reader(e->wait[i]);
-        }
+        tell_progress(e->wait[i], true);
     }
     pthread_mutex_unlock(&e->lock);
 }
 
 /* ---- the loop ---------------------------------------------------------- */
 
-/* Sleeps until there is something to do; when every stream waits for its reader, a
- * moment. */
+/* Sleeps until there is something to do, at most until the next canary is due; when every
+ * stream waits for its reader, a moment. */
 static void wait_for_work(hx_engine *e, bool idle)
 {
+    const bool empty = e->n_run == 0 && e->n_wait == 0;
+    const int64_t most_us = !empty ? (idle ? 20000 : 0) : hx_health_due_us(e);
     struct timespec until;
 
-    pthread_mutex_lock(&e->lock);
-    if (e->n_run == 0 && e->n_wait == 0) {
-        while (e->inbox == NULL && !e->closing)
-            pthread_cond_wait(&e->wake, &e->lock);
-    } else if (idle && e->inbox == NULL && !e->closing) {
-        clock_gettime(CLOCK_REALTIME, &until);
-        until.tv_nsec += 20 * 1000000;
-        if (until.tv_nsec >= 1000000000) {
-            until.tv_sec++;
-            until.tv_nsec -= 1000000000;
-        }
-        pthread_cond_timedwait(&e->wake, &e->lock, &until);
+    if (most_us == 0)
+        return;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_sec += most_us / 1000000;
+    until.tv_nsec += (long)(most_us % 1000000) * 1000;
+    if (until.tv_nsec >= 1000000000) {
+        until.tv_sec++;
+        until.tv_nsec -= 1000000000;
     }
+    pthread_mutex_lock(&e->lock);
+    if (empty)
+        hx_health_work(e, false);
+    while (e->inbox == NULL && !e->closing) {
+        if (most_us < 0)
+            pthread_cond_wait(&e->wake, &e->lock);
+        else if (pthread_cond_timedwait(&e->wake, &e->lock, &until) != 0 || !empty)
+            break;
+    }
+    hx_health_work(e, true);
     pthread_mutex_unlock(&e->lock);
+}
+
+/* One slice or one decode step. Returns whether there was one to do. */
+static bool step(hx_engine *e)
+{
+    hx_stream *prompt = e->chunk != NULL ? e->chunk : next_prefill(e);
+    hx_pick_state *p = &e->pick;
+    hx_pick pick;
+
+    p->n_decode = gather(e);
+    if (prompt != NULL && prompt->state != HX_SEQ_PREFILL) /* preempted by gather() */
+        prompt = next_prefill(e);
+    p->prefill = prompt != NULL;
+    p->layer = e->chunk != NULL ? e->chunk_layer : 0;
+    p->blocks = e->chunk != NULL ? pages_of(e->chunk_rows) : 0;
+    p->left = prompt != NULL ? pages_of(prompt->n_prompt - prompt->n_done) : 0;
+    pick = hx_sched_pick_next(&e->costs, p);
+    if (pick.kind == HX_PICK_PREFILL)
+        prefill_slice(e, prompt, &pick);
+    else if (pick.kind == HX_PICK_DECODE)
+        decode_step(e);
+    return pick.kind != HX_PICK_NOTHING;
 }
 
 void *hx_sched_run(void *arg)
@@ -686,15 +961,15 @@ void *hx_sched_run(void *arg)
     for (;;) {
         int64_t start;
 
+        hx_health_canary(e, e->n_run == 0 && e->n_wait == 0);
         wait_for_work(e, idle);
         if (!take_inbox(e))
             break;
         start = hx_now_us();
         reap(e);
         admit(e);
-        idle = next_prefill(e) == NULL;
-        prefill_slice(e);
-        idle = decode_step(e) == 0 && idle;
+        idle = !step(e);
+        hx_health_beat(e);
         hx_count(HX_C_steps_total, 1);
         hx_count(HX_C_step_busy_us_total, hx_now_us() - start);
         pthread_mutex_lock(&e->lock);

@@ -254,6 +254,19 @@ static void on_event(void *ud, const hx_gen_event *ev, hx_sb *out)
     out->bad = out->bad || k->lp.tops.bad || k->text.bad;
 }
 
+static void on_progress(void *ud, const hx_gen_progress *p, hx_sb *out)
+{
+    const completion *t = ud;
+
+    hx_sb_add(out, t->head.p, t->head.n);
+    hx_sb_printf(out,
+                 "{\"index\":%d,\"text\":\"\",\"logprobs\":null,"
+                 "\"finish_reason\":null}],",
+                 p->index);
+    hx_openai_write_progress(out, p);
+    hx_sb_str(out, "}\n\n");
+}
+
 static void put_choice(completion *t, int32_t i, choice *k, hx_sb *b)
 {
     hx_sb_printf(b, i > 0 ? ",{\"index\":%d,\"text\":" : "{\"index\":%d,\"text\":", i);
@@ -431,9 +444,11 @@ static int answer(completion *t)
     begin(t);
     if (t->no_answer)
         return end_all(t);
-    return hx_gen_start(
-        gen, &(hx_gen_sink) {
-                 .event = on_event, .end = on_end, .ud = t, .stream = t->req.stream });
+    return hx_gen_start(gen, &(hx_gen_sink) { .event = on_event,
+                                              .end = on_end,
+                                              .progress = on_progress,
+                                              .ud = t,
+                                              .stream = t->req.stream });
 }
 
 static int score_and_answer(hx_call *c)

@@ -530,6 +530,21 @@ void hx_openai_write_timings(hx_sb *b, const hx_openai_sum *s)
         (double)(t->started_us - t->queued_us) / 1e3);
 }
 
+void hx_openai_write_progress(hx_sb *b, const hx_gen_progress *p)
+{
+    const int64_t start = p->times.started_us;
+
+    hx_sb_printf(
+        b,
+        "\"prompt_progress\":{\"total\":%lld,\"cache\":%lld,\"processed\":%lld,"
+        "\"time_ms\":%lld,\"queue\":%lld",
+        (long long)p->n_prompt, (long long)p->n_cached, (long long)p->n_prefilled,
+        (long long)(start != 0 ? (hx_now_us() - start) / 1000 : 0), (long long)p->queue);
+    if (p->eta_ms >= 0)
+        hx_sb_printf(b, ",\"eta_ms\":%lld", (long long)p->eta_ms);
+    hx_sb_char(b, '}');
+}
+
 void hx_openai_write_tail(hx_sb *b, const hx_openai_sum *s)
 {
     hx_sb_str(b, "],");
@@ -818,6 +833,16 @@ static void on_event(void *ud, const hx_gen_event *ev, hx_sb *out)
     out->bad = out->bad || k->logprobs.bad;
 }
 
+static void on_progress(void *ud, const hx_gen_progress *p, hx_sb *out)
+{
+    const chat *t = ud;
+
+    hx_sb_add(out, t->head.p, t->head.n);
+    hx_sb_printf(out, "{\"index\":%d,\"delta\":{},\"finish_reason\":null}],", p->index);
+    hx_openai_write_progress(out, p);
+    hx_sb_str(out, "}\n\n");
+}
+
 static void begin_stream(chat *t)
 {
     hx_sb out = { 0 };
@@ -936,9 +961,11 @@ int hx_openai_chat(hx_call *c)
     hx_gen_set_id(gen, t->id);
     if (t->req.stream)
         begin_stream(t);
-    return hx_gen_start(
-        gen, &(hx_gen_sink) {
-                 .event = on_event, .end = on_end, .ud = t, .stream = t->req.stream });
+    return hx_gen_start(gen, &(hx_gen_sink) { .event = on_event,
+                                              .end = on_end,
+                                              .progress = on_progress,
+                                              .ud = t,
+                                              .stream = t->req.stream });
 }
 
 /* POST /chat/completions/ID/end_thinking */

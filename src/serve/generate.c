@@ -12,7 +12,8 @@
 #include <time.h>
 
 #define ANSWERS_MAX 256
-#define GATHER_NS   100000 /* a step's tokens come in this time */
+#define GATHER_NS   100000  /* a step's tokens come in this time */
+#define COMMENT_US  2000000 /* between two comments on a stream that waits */
 
 typedef struct {
     hx_gen *gen;
@@ -41,6 +42,7 @@ struct hx_gen {
     hx_gen_sink sink;
     hx_http_state client; /* as the last flush() found it */
     const answer *now;    /* whose reply pieces arrive */
+    int64_t comment_us;   /* when the last comment was written */
     hx_sb out, text;      /* for the client; scratch */
 
     hx_pump *pump;
@@ -203,6 +205,8 @@ static int submit(hx_gen *g, answer *a)
     r.tokens = g->req.prompt[a->prompt].id;
     r.n_tokens = g->req.prompt[a->prompt].n;
     r.seed += (uint64_t)(a->index % g->req.n);
+    r.client = hx_server_client(g->call);
+    r.progress = g->req.stream;
     r.grammar_after = a->reasoning ? g->think_end : 0;
     r.think_end = a->reasoning ? HX_MAX(g->think_end, 0) : 0;
     r.think_max = think_max(&g->req);
@@ -434,6 +438,8 @@ static int take_end(hx_gen *g, answer *a, const hx_event *ev, hx_err *err)
     a->done = true;
     g->n_live--;
     g->call->n_answer += ev->generated;
+    g->call->n_cached += ev->cached;
+    g->call->times = ev->times;
     hand(g, &(hx_gen_event) { .kind = HX_GEN_END,
                               .index = a->index,
                               .stop = a->loop_tokens > 0 ? HX_STOP_EOS : ev->stop,
@@ -449,6 +455,37 @@ static int take_end(hx_gen *g, answer *a, const hx_event *ev, hx_err *err)
     return rc;
 }
 
+/* Comments are for people who look, and for proxies: clients skip them. */
+static void take_progress(hx_gen *g, const answer *a, const hx_event *ev)
+{
+    const int64_t now = hx_now_us();
+
+    if (g->req.progress && g->sink.progress != NULL) {
+        g->sink.progress(
+            g->sink.ud,
+            &(hx_gen_progress) { .index = a->index,
+                                 .n_prompt = ev->prompt,
+                                 .n_cached = ev->cached,
+                                 .n_prefilled = HX_MAX(ev->prefilled, ev->cached),
+                                 .queue = ev->queue,
+                                 .eta_ms = ev->eta_ms,
+                                 .times = ev->times },
+            &g->out);
+        return;
+    }
+    if (now - g->comment_us < COMMENT_US)
+        return;
+    g->comment_us = now;
+    if (ev->times.started_us == 0)
+        hx_sb_printf(&g->out, ": queue %lld", (long long)ev->queue + 1);
+    else
+        hx_sb_printf(&g->out, ": prompt %lld/%lld", (long long)ev->prefilled,
+                     (long long)ev->prompt);
+    if (ev->eta_ms >= 0)
+        hx_sb_printf(&g->out, ", %.1f s", (double)ev->eta_ms / 1e3);
+    hx_sb_str(&g->out, "\n\n");
+}
+
 static int take_event(hx_gen *g, answer *a, const hx_event *ev, hx_err *err)
 {
     switch (ev->kind) {
@@ -459,6 +496,10 @@ static int take_event(hx_gen *g, answer *a, const hx_event *ev, hx_err *err)
     case HX_EV_ERROR:
         *err = ev->err;
         return ev->err.code != 0 ? ev->err.code : HX_EDEVICE;
+    case HX_EV_PROGRESS:
+        if (g->sink.stream)
+            take_progress(g, a, ev);
+        return 0;
     default:
         return 0;
     }
@@ -651,6 +692,7 @@ static void on_ready(void *ud)
 int hx_gen_start(hx_gen *g, const hx_gen_sink *sink)
 {
     g->sink = *sink;
+    g->comment_us = hx_now_us();
     g->n_live = g->n_answer;
     g->pump = hx_server_pump(g->call->server);
     atomic_fetch_add(&g->pump->n_gen, 1);

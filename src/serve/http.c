@@ -901,6 +901,8 @@ void hx_http_begin_stream(hx_exchange *x, const char *type, hx_str keepalive)
     };
     hx_sb b = { 0 };
 
+    if (c->begun)
+        return;
     /* On HTTP/1.0 the end of the connection is the end of the stream. */
     c->keep = c->keep && c->minor > 0 && !atomic_load(&c->h->stopping);
     head.keep_alive = c->keep;

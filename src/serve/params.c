@@ -246,7 +246,7 @@ static int read_bias(hx_call *c, hx_request *r)
 static int read_integers(hx_call *c, hx_generate *g)
 {
     hx_request *r = &g->sampling;
-    int64_t top_k = r->top_k, n = 1, seed;
+    int64_t top_k = r->top_k, n = 1, seed, priority = 0;
     int rc;
 
     seed = (int64_t)(hx_server_random(c->server) >> 1);
@@ -256,10 +256,14 @@ static int read_integers(hx_call *c, hx_generate *g)
         (rc = hx_params_int(c, c->body, "min_tokens", 0, INT32_MAX, &r->min_new)) != 0 ||
         (rc = hx_params_int(c, c->body, "top_k", -1, INT32_MAX, &top_k)) != 0 ||
         (rc = hx_params_int(c, c->body, "n", 1, N_MAX, &n)) != 0 ||
+        (rc = hx_params_int(c, c->body, "priority", -1000, 1000, &priority)) != 0 ||
+        (rc = hx_params_int(c, c->body, "deadline_ms", 0, INT32_MAX, &r->deadline_ms)) !=
+            0 ||
         (rc = hx_params_int(c, c->body, "seed", INT64_MIN + 1, INT64_MAX, &seed)) != 0)
         return rc;
     r->top_k = (int32_t)HX_MAX(top_k, 0);
     r->seed = (uint64_t)seed;
+    r->priority = (int32_t)-priority; /* as vLLM: the smaller goes first */
     g->n = (int32_t)n;
     return 0;
 }
@@ -393,8 +397,10 @@ static int read_stream(hx_call *c, hx_generate *g)
     const hx_json *options = hx_params_get(c->body, "stream_options");
     int rc;
 
-    if ((rc = hx_params_bool(c, c->body, "stream", &g->stream)) != 0)
+    if ((rc = hx_params_bool(c, c->body, "stream", &g->stream)) != 0 ||
+        (rc = hx_params_bool(c, c->body, "return_progress", &g->progress)) != 0)
         return rc;
+    g->progress = g->progress && g->stream;
     if (options == NULL)
         return 0;
     if (hx_json_kind(options) != HX_JSON_OBJECT)

@@ -27,9 +27,11 @@ typedef struct {
     const char *served_name; /* NULL: the model's */
     const char *cors;        /* allowed origin; NULL: "*"; "off": none */
     bool official_tokens;    /* see hx_render_opt */
+    bool log_prompts;        /* bodies of requests go to the log */
     size_t max_body_bytes;   /* 0: 32 MiB */
     int32_t max_connections; /* 0: 4096 */
-    int32_t drain_ms; /* running requests may go on so long after a stop; 0: 30,000 */
+    int32_t drain_ms;     /* running requests may go on so long after a stop; 0: 30,000 */
+    int32_t keepalive_ms; /* see hx_http_opt */
 } hx_server_opt;
 
 /* Binds and listens; /health answers 503 until an engine is set. Errors: HX_EARG, HX_EIO
@@ -121,7 +123,7 @@ void hx_http_reply(hx_exchange *x, int status, const char *type, const char *hea
  * many streams, or with the end. In silence comments (": keepalive") go out by
  * themselves. */
 typedef enum { HX_HTTP_OPEN, HX_HTTP_FULL, HX_HTTP_GONE } hx_http_state;
-void hx_http_begin_events(hx_exchange *x);
+void hx_http_begin_events(hx_exchange *x); /* nothing when it has begun */
 /* The same with another content type; keepalive is what goes out in silence, borrowed
  * until the end. */
 void hx_http_begin_stream(hx_exchange *x, const char *type, hx_str keepalive);
@@ -180,6 +182,8 @@ struct hx_call {
     hx_route_fn *run; /* what a worker does next */
     bool slow;        /* run may take long */
     bool no_body;     /* the request's is not parsed */
+    bool streams;     /* run may answer with an event stream */
+    bool begun;       /* that stream has begun: before run, while the model was loaded */
 
     /* For the log; the exchange ends before it is written. */
     const char *key; /* the name of the client's key, or NULL */
@@ -187,6 +191,8 @@ struct hx_call {
     int64_t start_us;
     int status;                 /* of the answer */
     int64_t n_prompt, n_answer; /* tokens */
+    int64_t n_cached;
+    hx_times times; /* of the answer that ended last */
 };
 
 /* Notes the first problem of a call; returns HX_EARG. param and code may be NULL. */
@@ -208,12 +214,20 @@ void hx_server_finish(hx_call *c, int rc);
 /* Unique for this server and unguessable: prefix and 24 hex digits. */
 void hx_server_new_id(hx_server *s, const char *prefix, char out[40]);
 uint64_t hx_server_random(hx_server *s);
+/* Whose limits a call counts for: the key that it came with; 0: none. */
+uint64_t hx_server_client(const hx_call *c);
 bool hx_server_official_tokens(const hx_server *s);
 hx_pump *hx_server_pump(const hx_server *s);
 hx_str hx_server_model_name(const hx_server *s);
 int64_t hx_server_created_s(const hx_server *s);
 hx_responses *hx_server_responses(const hx_server *s);
 double hx_server_load_s(const hx_server *s); /* from opening to the engine's coming */
+
+/* ---- stats.c: what the server is doing ----------------------------------- */
+
+void hx_stats_write_health(hx_sb *b, hx_engine *e, bool *healthy);
+int hx_stats_slots(hx_call *c); /* GET /slots */
+int hx_stats_all(hx_call *c);   /* GET /stats */
 
 /* ---- params.c: typed fields of a request -------------------------------- */
 
@@ -268,7 +282,8 @@ typedef struct {
     bool keep_special;       /* special tokens are shown */
     bool every_token;        /* raw: each token is an event, and its text, if empty */
     bool stream, usage, echo;
-    hx_str model; /* as the client called it */
+    bool progress; /* stream: the sink's progress, else comments tell */
+    hx_str model;  /* as the client called it */
 } hx_generate;
 
 /* What a dialect gets while answers are made; index counts answers over all prompts. */
@@ -299,6 +314,14 @@ typedef struct {
     hx_times times;
 } hx_gen_event;
 
+/* How far a prompt is, for who asked with return_progress. */
+typedef struct {
+    int32_t index;
+    int64_t n_prompt, n_cached, n_prefilled; /* tokens */
+    int64_t queue, eta_ms;                   /* eta_ms -1: not known */
+    hx_times times;
+} hx_gen_progress;
+
 /* What a dialect does with the answers; both are called by the pump and must not take
  * long. */
 typedef struct {
@@ -308,6 +331,7 @@ typedef struct {
      * rc 0: all answers are complete; HX_ECANCEL: the client has gone; else c->problem is
      * set. Returns what a route does. */
     int (*end)(void *ud, int rc);
+    void (*progress)(void *ud, const hx_gen_progress *p, hx_sb *out); /* NULL: comments */
     void *ud;    /* in the call's arena */
     bool stream; /* an event stream has begun and takes what event() writes */
 } hx_gen_sink;
@@ -440,6 +464,8 @@ void hx_openai_add(hx_openai_sum *s, const hx_gen_event *ev, bool new_prompt);
 void hx_openai_write_timings(hx_sb *b, const hx_openai_sum *s);
 /* Appends the log-probabilities of a HX_GEN_TOKEN event to a list "{…},{…}". */
 void hx_openai_add_logprob(hx_sb *b, hx_engine *e, const hx_gen_event *ev, int32_t n_top);
+/* "prompt_progress":{…} as clients of llama.cpp read it, with eta_ms and queue. */
+void hx_openai_write_progress(hx_sb *b, const hx_gen_progress *p);
 /* What answers and chunks are wrapped in: {"id":…,"choices":[ and
  * ],"usage":…,"timings":…}. The first makes an id that begins with prefix. */
 void hx_openai_write_head(hx_sb *b, hx_call *c, const char *prefix, const char *object,

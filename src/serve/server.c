@@ -1,6 +1,6 @@
 /* server.c - the server: table of routes, who may use them, the workers that begin
  * answers, and the small routes themselves (health, models, metrics, tokenize,
- * detokenize).
+ * detokenize; stats.c has the state of the engine).
  *
  * run.c opens and runs it. route_request() runs on the loop thread and must never block,
  * parse a body or call the engine; all else begins on a worker. Generations go on in
@@ -31,7 +31,7 @@ struct hx_server {
     hx_responses *responses;
     hx_keys *keys;     /* NULL: open */
     char *served_name; /* NULL: none */
-    bool official_tokens;
+    bool official_tokens, log_prompts;
     int32_t drain_ms;
     int64_t created_s, open_us, ready_us;
     uint64_t seed;
@@ -48,6 +48,7 @@ struct hx_server {
     pthread_cond_t work;  /* calls came, or closing */
     pthread_cond_t gone;  /* n_worker fell to 0 */
     call_queue calls, slow;
+    call_queue held; /* streams that wait for the model */
     int32_t n_worker, n_idle, max_worker;
     int32_t n_slow; /* workers with a slow call, at most half of all */
     bool closing;
@@ -61,6 +62,7 @@ struct route {
     bool admin;             /* needs the admin key where there is one */
     bool open;              /* needs no key */
     bool early;             /* works without an engine, on the loop thread */
+    bool streams; /* a streamed request waits for the engine, its stream begun */
 };
 
 /* ---- problems and answers --------------------------------------------- */
@@ -91,7 +93,7 @@ int hx_server_problem_err(hx_call *c, int rc, const char *param, const hx_err *e
         { HX_EARG, 400, "invalid_value" },        { HX_EFORMAT, 400, "invalid_value" },
         { HX_EUNSUP, 400, "unsupported_value" },  { HX_ELIMIT, 400, "limit_exceeded" },
         { HX_ENOMEM, 503, "out_of_memory" },      { HX_ECANCEL, 503, "shutting_down" },
-        { HX_EBUSY, 429, "rate_limit_exceeded" },
+        { HX_EBUSY, 429, "rate_limit_exceeded" }, { HX_EDEVICE, 503, "engine_fault" },
     };
 
     for (size_t i = 0; i < HX_LEN(map); i++)
@@ -135,13 +137,33 @@ static void reply_problem(hx_call *c, const char *headers)
     hx_sb_free(&b);
 }
 
+/* When to come again: what one more request would wait by now, 2 to 600 seconds. */
+static const char *retry_after(const hx_server *s, char out[40])
+{
+    hx_status st = { 0 };
+
+    if (atomic_load(&s->ready))
+        hx_get_status(s->engine, &st);
+    snprintf(out, 40, "Retry-After: %lld\r\n",
+             (long long)HX_MIN(HX_MAX((st.wait_ms + 999) / 1000, 2), 600));
+    return out;
+}
+
 void hx_server_reply_problem(hx_call *c)
 {
+    char later[40];
+
     if (c->problem.status == 0)
         hx_server_problem(c, 500, NULL, "internal_error",
                           "request: failed without a reason");
     c->status = c->problem.status;
-    reply_problem(c, c->status == 429 || c->status == 503 ? "Retry-After: 2\r\n" : NULL);
+    if (c->begun) {
+        hx_openai_end_stream(c, HX_EARG, HX_STR(""), NULL);
+        hx_http_flush(c->server->http);
+        return;
+    }
+    reply_problem(c, c->status == 429 || c->status == 503 ? retry_after(c->server, later)
+                                                          : NULL);
 }
 
 void hx_server_reply_json(hx_call *c, const hx_sb *json)
@@ -206,27 +228,31 @@ double hx_server_load_s(const hx_server *s)
 
 /* ---- routes that need no worker ---------------------------------------- */
 
-static bool is_healthy(const hx_server *s)
-{
-    return atomic_load(&s->ready) && !atomic_load(&s->draining);
-}
-
-static void answer_health(hx_server *s, hx_exchange *x)
+/* Whether answers can be had; with what /health says. */
+static bool write_health(const hx_server *s, hx_sb *b)
 {
     const uint64_t done = atomic_load(&s->load_done), total = atomic_load(&s->load_total);
-    const bool healthy = is_healthy(s);
-    hx_sb b = { 0 };
+    bool healthy = false;
 
     if (atomic_load(&s->draining))
-        hx_sb_str(&b, "{\"status\":\"draining\"}");
-    else if (healthy)
-        hx_sb_str(&b, "{\"status\":\"ok\"}");
+        hx_sb_str(b, "{\"status\":\"draining\"}");
+    else if (atomic_load(&s->ready))
+        hx_stats_write_health(b, s->engine, &healthy);
     else
-        hx_sb_printf(&b, "{\"status\":\"loading\",\"progress\":%.2f}",
+        hx_sb_printf(b, "{\"status\":\"loading\",\"progress\":%.2f}",
                      total > 0 ? (double)HX_MIN(done, total) / (double)total : 0.0);
+    return healthy;
+}
+
+static int answer_health(hx_server *s, hx_exchange *x)
+{
+    hx_sb b = { 0 };
+    const bool healthy = write_health(s, &b);
+
     hx_http_reply(x, healthy ? 200 : 503, JSON, healthy ? NULL : "Retry-After: 2\r\n",
                   (hx_str) { b.p, b.bad ? 0 : b.n });
     hx_sb_free(&b);
+    return healthy ? 200 : 503;
 }
 
 static void answer_root(hx_exchange *x)
@@ -412,12 +438,17 @@ static const route routes[] = {
     { .method = "GET", .path = "/models", .run = models },
     { .method = "GET", .path = "/models/", .run = model },
     { .method = "GET", .path = "/metrics", .run = metrics, .admin = true },
-    { .method = "POST", .path = "/chat/completions", .run = hx_openai_chat },
+    { .method = "GET", .path = "/slots", .run = hx_stats_slots, .admin = true },
+    { .method = "GET", .path = "/stats", .run = hx_stats_all, .admin = true },
+    { .method = "POST",
+      .path = "/chat/completions",
+      .run = hx_openai_chat,
+      .streams = true },
     { .method = "POST",
       .path = "/chat/completions/",
       .run = hx_openai_act,
       .no_body = true },
-    { .method = "POST", .path = "/completions", .run = hx_completions },
+    { .method = "POST", .path = "/completions", .run = hx_completions, .streams = true },
     { .method = "POST", .path = "/responses", .run = hx_responses_create },
     { .method = "POST", .path = "/responses/input_tokens", .run = hx_responses_count },
     { .method = "GET", .path = "/responses/", .run = hx_responses_retrieve },
@@ -528,16 +559,40 @@ static int check_key(hx_server *s, const route *r, hx_call *c)
     return 0;
 }
 
+uint64_t hx_server_client(const hx_call *c)
+{
+    const hx_str key = given_key(c->x);
+    uint64_t h = c->server->seed | 1;
+
+    for (size_t i = 0; i < key.n; i++)
+        h = hx_rng_at(h, (unsigned char)key.p[i]);
+    return key.n > 0 ? h | 1 : 0;
+}
+
 static void log_call(const hx_call *c)
 {
     const size_t n = strlen(c->path);
     const bool quiet = n >= 7 && strcmp(c->path + n - 7, "/health") == 0;
 
-    hx_log(quiet ? HX_LOG_DEBUG : HX_LOG_INFO,
-           "%s %s %d, %lld + %lld tokens, %.1f ms%s%s", c->method, c->path, c->status,
-           (long long)c->n_prompt, (long long)c->n_answer,
-           (double)(hx_now_us() - c->start_us) / 1e3, c->key != NULL ? ", " : "",
-           c->key != NULL ? c->key : "");
+    const char *comma = c->key != NULL ? ", " : "", *key = c->key != NULL ? c->key : "";
+    const hx_times *t = &c->times;
+    const double made_s = (double)(t->done_us - t->first_us) / 1e6;
+
+    if (t->first_us == 0 || t->started_us == 0) {
+        hx_log(quiet ? HX_LOG_DEBUG : HX_LOG_INFO,
+               "%s %s %d, %lld + %lld tokens, %.1f ms%s%s", c->method, c->path, c->status,
+               (long long)c->n_prompt, (long long)c->n_answer,
+               (double)(hx_now_us() - c->start_us) / 1e3, comma, key);
+        return;
+    }
+    hx_log(HX_LOG_INFO,
+           "%s %s %d, %lld (%lld cached) + %lld tokens, %.1f ms: queue %.1f, first token "
+           "after %.1f, then %.1f tok/s%s%s",
+           c->method, c->path, c->status, (long long)c->n_prompt, (long long)c->n_cached,
+           (long long)c->n_answer, (double)(hx_now_us() - c->start_us) / 1e3,
+           (double)(t->started_us - t->queued_us) / 1e3,
+           (double)(t->first_us - t->started_us) / 1e3,
+           made_s > 0 ? (double)(c->n_answer - 1) / made_s : 0, comma, key);
 }
 
 /* For http.c, before it reads a body. */
@@ -547,6 +602,12 @@ static bool admit(void *ud, const hx_exchange *x)
     hx_call c = { .server = s, .x = (hx_exchange *)(uintptr_t)x };
 
     return check_key(s, find_route(x->method, x->path), &c) == 0;
+}
+
+static int loading(hx_call *c)
+{
+    return hx_server_problem(c, 503, NULL, "model_loading",
+                             "the model is being loaded; /health shows how far it is");
 }
 
 /* Notes why a request cannot be handed to a worker; 0 when it can. */
@@ -560,10 +621,8 @@ static int refuse(hx_server *s, const hx_exchange *x, const route *r, hx_call *c
     if (!hx_str_is(x->method, r->method))
         return hx_server_problem(c, 405, NULL, "method_not_allowed", "%.*s takes %s only",
                                  (int)HX_MIN(x->path.n, 100u), x->path.p, r->method);
-    if (!r->early && !atomic_load(&s->ready))
-        return hx_server_problem(
-            c, 503, NULL, "model_loading",
-            "the model is being loaded; /health shows how far it is");
+    if (!r->early && !r->streams && !atomic_load(&s->ready))
+        return loading(c);
     if (atomic_load(&s->draining) && !r->early)
         return hx_server_problem(c, 503, NULL, "shutting_down",
                                  "the server is shutting down");
@@ -575,12 +634,12 @@ static bool enqueue(hx_server *s, const hx_call *call);
 /* Answers what the loop thread itself answers. */
 static void answer_early(hx_call *c, const route *r)
 {
-    c->status = r->open && !is_healthy(c->server) ? 503 : 200;
-    log_call(c);
+    c->status = 200;
     if (r->open)
-        answer_health(c->server, c->x);
+        c->status = answer_health(c->server, c->x);
     else
         answer_root(c->x);
+    log_call(c);
 }
 
 /* The handler of http.c; loop thread. */
@@ -612,10 +671,9 @@ static void route_request(void *ud, hx_exchange *x)
             answer_early(&c, r);
             return;
         }
-        c.engine = s->engine;
-        c.info = &s->info;
         c.run = r->run;
         c.no_body = r->no_body || r->method[0] != 'P';
+        c.streams = r->streams;
         if (enqueue(s, &c))
             return;
         hx_server_problem(&c, 503, NULL, "out_of_memory", "server: no worker is free");
@@ -632,6 +690,30 @@ static void route_request(void *ud, hx_exchange *x)
 }
 
 /* ---- workers ----------------------------------------------------------- */
+
+static void put(call_queue *q, hx_call *c)
+{
+    c->next = NULL;
+    if (q->last != NULL)
+        q->last->next = c;
+    else
+        q->first = c;
+    q->last = c;
+    q->n++;
+}
+
+static hx_call *get(call_queue *q)
+{
+    hx_call *c = q->first;
+
+    if (c == NULL)
+        return NULL;
+    q->first = c->next;
+    if (q->first == NULL)
+        q->last = NULL;
+    q->n--;
+    return c;
+}
 
 static int parse_body(hx_call *c)
 {
@@ -659,39 +741,45 @@ void hx_server_finish(hx_call *c, int rc)
     hx_free(c);
 }
 
+/* The model is not there yet. Who streams waits for it, with its headers and keepalives
+ * on the way. HX_LATER, a problem, or 0: it just came. */
+static int hold(hx_call *c)
+{
+    hx_server *s = c->server;
+    const bool stream = hx_json_bool(hx_params_get(c->body, "stream"), false);
+    bool held;
+
+    if (!c->streams || !stream)
+        return loading(c);
+    hx_http_begin_events(c->x);
+    c->begun = true;
+    hx_http_flush(s->http);
+    pthread_mutex_lock(&s->lock);
+    held = !atomic_load(&s->ready);
+    if (held)
+        put(&s->held, c);
+    pthread_mutex_unlock(&s->lock);
+    return held ? HX_LATER : 0;
+}
+
 static void serve(hx_call *c)
 {
+    hx_server *s = c->server;
     const bool parsed = c->body != NULL || c->no_body;
     int rc = parsed ? 0 : parse_body(c);
 
-    if (rc == 0)
+    if (!parsed && s->log_prompts)
+        hx_log(HX_LOG_INFO, "%s: %.*s", c->path, (int)HX_MIN(c->x->body.n, 100000u),
+               c->x->body.p);
+    if (rc == 0 && !atomic_load(&s->ready))
+        rc = hold(c);
+    if (rc == 0) {
+        c->engine = s->engine;
+        c->info = &s->info;
         rc = c->run(c);
+    }
     if (rc != HX_LATER)
         hx_server_finish(c, rc);
-}
-
-static void put(call_queue *q, hx_call *c)
-{
-    c->next = NULL;
-    if (q->last != NULL)
-        q->last->next = c;
-    else
-        q->first = c;
-    q->last = c;
-    q->n++;
-}
-
-static hx_call *get(call_queue *q)
-{
-    hx_call *c = q->first;
-
-    if (c == NULL)
-        return NULL;
-    q->first = c->next;
-    if (q->first == NULL)
-        q->last = NULL;
-    q->n--;
-    return c;
 }
 
 /* Slow calls first: they come from workers that are on their way here, or wait for one of
@@ -820,7 +908,8 @@ int hx_server_open(hx_server **out, const hx_server_opt *opt, hx_err *err)
                                .cors = opt->cors,
                                .admit = admit,
                                .max_body_bytes = opt->max_body_bytes,
-                               .max_connections = opt->max_connections };
+                               .max_connections = opt->max_connections,
+                               .keepalive_ms = opt->keepalive_ms };
     hx_server *s = hx_new(hx_server, 1);
     pthread_condattr_t clock;
     int rc;
@@ -835,6 +924,7 @@ int hx_server_open(hx_server **out, const hx_server_opt *opt, hx_err *err)
     pthread_cond_init(&s->gone, &clock);
     pthread_condattr_destroy(&clock);
     s->official_tokens = opt->official_tokens;
+    s->log_prompts = opt->log_prompts;
     s->drain_ms = opt->drain_ms > 0 ? opt->drain_ms : 30000;
     s->max_worker = SPARE_WORKERS + hx_sys_n_cpu();
     s->created_s = (int64_t)time(NULL);
@@ -867,8 +957,16 @@ void hx_server_set_engine(hx_server *s, hx_engine *e)
 {
     s->engine = e;
     hx_get_info(e, &s->info);
+    pthread_mutex_lock(&s->lock);
     s->ready_us = hx_now_us();
     atomic_store(&s->ready, true);
+    for (hx_call *c; (c = get(&s->held)) != NULL;) {
+        put(&s->calls, c);
+        if (s->n_worker < s->max_worker && s->calls.n > s->n_idle)
+            start_worker(s);
+    }
+    pthread_cond_broadcast(&s->work);
+    pthread_mutex_unlock(&s->lock);
 }
 
 void hx_server_set_loading(hx_server *s, uint64_t done_bytes, uint64_t total_bytes)
@@ -877,12 +975,24 @@ void hx_server_set_loading(hx_server *s, uint64_t done_bytes, uint64_t total_byt
     atomic_store(&s->load_done, done_bytes);
 }
 
+static hx_call *take_held(hx_server *s)
+{
+    hx_call *c;
+
+    pthread_mutex_lock(&s->lock);
+    c = get(&s->held);
+    pthread_mutex_unlock(&s->lock);
+    return c;
+}
+
 /* Once the loop has returned no request comes any more, and clients are gone for those
  * who still compute: they end by themselves. */
 int hx_server_run(hx_server *s, hx_err *err)
 {
     const int rc = hx_http_run(s->http, err);
 
+    for (hx_call *c; (c = take_held(s)) != NULL;)
+        hx_server_finish(c, loading(c));
     pthread_mutex_lock(&s->lock);
     s->closing = true;
     pthread_cond_broadcast(&s->work);

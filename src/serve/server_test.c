@@ -19,10 +19,13 @@ static void test_loading(void **state)
 {
     fixture f = start_with(&(hx_server_opt) { .drain_ms = 1000 }, fake_open(1, 1, 100));
     response *r;
+    stream *s;
+    char head[16];
 
     (void)state;
     hx_server_set_loading(f.server, 42, 100);
     go(&f);
+    const int fd[2] = { dial(f.port), dial(f.port) };
     r = request(&f, "GET", "/health", NULL);
     assert_int_equal(r->status, 503);
     assert_str(r->json, "status", "loading");
@@ -37,7 +40,27 @@ static void test_loading(void **state)
     r = request(&f, "GET", "/", NULL);
     assert_int_equal(r->status, 200);
     done(r);
+    /* Who streams has the headers at once, and the answer when the model has come. */
+    send_request(
+        fd[0], "POST", "/v1/chat/completions", NULL,
+        "{\"stream\":true,\"messages\":[{\"role\":\"user\",\"content\":\"x\"}]}");
+    send_request(fd[1], "POST", "/v1/completions", NULL, "{\"stream\":true,\"n\":-1}");
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(recv(fd[i], head, 15, MSG_PEEK | MSG_WAITALL), 15);
+        assert_memory_equal(head, "HTTP/1.1 200 OK", 15);
+    }
     hx_server_set_engine(f.server, f.engine);
+    r = receive(fd[0]);
+    s = read_stream(r);
+    assert_string_equal(TEXT(s->reasoning), "ok");
+    assert_true(s->done);
+    free_stream(s);
+    done(r);
+    r = receive(fd[1]);
+    s = read_stream(r);
+    assert_str(s->error, "error.param", "n");
+    free_stream(s);
+    done(r);
     r = request(&f, "GET", "/health", NULL);
     assert_int_equal(r->status, 200);
     assert_str(r->json, "status", "ok");
@@ -911,6 +934,130 @@ static void test_queue_full(void **state)
     stop(f);
 }
 
+/* Requests count for the key that they came with. */
+static void test_clients(void **state)
+{
+    fixture *f = start(NULL, 8, 8, 4096);
+    static const char *const head[] = { NULL, "Authorization: Bearer a\r\n",
+                                        "X-Api-Key: b\r\n", "x-api-key: a\r\n" };
+    hx_stream_info info[8];
+    int fd[4];
+
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        fd[i] = dial(f->port);
+        send_request(fd[i], "POST", "/v1/completions", head[i],
+                     "{\"prompt\":\"[[{prefill=60000}a|b]]\"}");
+        wait_state(f, i + 1, 0);
+    }
+    assert_int_equal(hx_get_streams(f->engine, info, 8), 4);
+    assert_int_equal(info[0].client, 0);
+    assert_true(info[1].client != 0 && info[2].client != 0);
+    assert_true(info[1].client != info[2].client);
+    assert_true(info[1].client == info[3].client);
+    for (int i = 0; i < 4; i++)
+        close(fd[i]);
+    wait_idle(f, 1000);
+    stop(f);
+}
+
+static int count(const char *text, const char *what)
+{
+    int n = 0;
+
+    for (; (text = strstr(text, what)) != NULL; text++)
+        n++;
+    return n;
+}
+
+/* Streams that wait, for the model, in the queue or for their prompt, say so. */
+static void test_keepalive(void **state)
+{
+    static const char *const path[] = { "/v1/chat/completions", "/v1/completions" };
+    static const char *const body[] = {
+        "{\"stream\":true,\"messages\":[{\"role\":\"user\",\"content\":"
+        "\"[[{prefill=200}a]]\"}]}",
+        "{\"stream\":true,\"prompt\":\"[[{prefill=200}a]]\"}"
+    };
+    fixture f = start_with(&(hx_server_opt) { .drain_ms = 1000, .keepalive_ms = 20 },
+                           fake_open(1, 8, 4096));
+    int fd[4];
+
+    (void)state;
+    go(&f);
+    for (int i = 0; i < 4; i++) {
+        fd[i] = dial(f.port);
+        send_request(fd[i], "POST", path[i % 2], NULL, body[i % 2]);
+    }
+    usleep(200000);
+    hx_server_set_engine(f.server, f.engine);
+    int least = 1000, most = 0;
+    for (int i = 0; i < 4; i++) {
+        response *r = receive(fd[i]);
+        const int n = count(r->body.p, ": keepalive\n\n");
+
+        assert_int_equal(count(r->body.p, "data: [DONE]"), 1);
+        least = HX_MIN(least, n);
+        most = HX_MAX(most, n);
+        done(r);
+    }
+    /* 200 ms for the model and 200 ms to read, one after the other: 400 to 1,000 ms. */
+    printf("%d to %d keepalives\n", least, most);
+    assert_true(least >= 8 && most >= 25);
+    hx_server_stop(f.server);
+    pthread_join(f.thread, NULL);
+    hx_server_close(f.server);
+    fake_close(f.engine);
+}
+
+/* What /health, /slots and /stats say of an engine at work, at fault, with a queue. */
+static void test_observe(void **state)
+{
+    fixture *f = start(NULL, 1, 1, 4096);
+    const int a = dial(f->port), b = dial(f->port);
+    response *r;
+
+    (void)state;
+    send_request(a, "POST", "/v1/completions", NULL,
+                 "{\"prompt\":\"[[{prefill=60000}a|b]]\"}");
+    wait_state(f, 1, 0);
+    send_request(b, "POST", "/v1/completions", NULL, "{\"prompt\":\"secret words\"}");
+    wait_state(f, 1, 1);
+    r = request(f, "GET", "/slots", NULL);
+    assert_int_equal(r->status, 200);
+    assert_int_equal(hx_json_len(r->json), 2);
+    assert_num(r->json, "1.n_prompt", 12);
+    assert_str(r->json, "1.state", "waiting");
+    assert_null(strstr(r->body.p, "secret"));
+    done(r);
+    r = request(f, "GET", "/stats", NULL);
+    assert_num(r->json, "requests.running", 1);
+    assert_num(r->json, "requests.waiting", 1);
+    assert_true(hx_json_kind(at(r->json, "fault")) == HX_JSON_NULL);
+    done(r);
+    f->engine->wait_ms = 12345;
+    r = post(f, "/v1/completions", "{\"prompt\":\"x\"}");
+    assert_int_equal(r->status, 429);
+    assert_non_null(strstr(r->raw.p, "Retry-After: 13"));
+    done(r);
+    r = request(f, "GET", "/health", NULL);
+    assert_int_equal(r->status, 200);
+    done(r);
+    f->engine->fault = "stalled";
+    r = request(f, "GET", "/health", NULL);
+    assert_int_equal(r->status, 503);
+    assert_str(r->json, "status", "error");
+    assert_str(r->json, "reason", "stalled");
+    done(r);
+    r = request(f, "GET", "/stats", NULL);
+    assert_str(r->json, "fault", "stalled");
+    done(r);
+    close(a);
+    close(b);
+    wait_idle(f, 1000);
+    stop(f);
+}
+
 static void test_engine_error(void **state)
 {
     fixture *f = start(NULL, 2, 4, 4096);
@@ -1287,20 +1434,22 @@ static void test_no_leaks(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_open),        cmocka_unit_test(test_loading),
-        cmocka_unit_test(test_routes),      cmocka_unit_test(test_key),
-        cmocka_unit_test(test_refused),     cmocka_unit_test(test_messages),
-        cmocka_unit_test(test_params),      cmocka_unit_test(test_chat),
-        cmocka_unit_test(test_no_thinking), cmocka_unit_test(test_streams),
-        cmocka_unit_test(test_tools),       cmocka_unit_test(test_usage_chunk),
-        cmocka_unit_test(test_several),     cmocka_unit_test(test_logprobs),
-        cmocka_unit_test(test_completions), cmocka_unit_test(test_completions_refused),
-        cmocka_unit_test(test_dialects),    cmocka_unit_test(test_overflow),
-        cmocka_unit_test(test_queue_full),  cmocka_unit_test(test_engine_error),
-        cmocka_unit_test(test_gone),        cmocka_unit_test(test_scoring),
-        cmocka_unit_test(test_slow_client), cmocka_unit_test(test_vanish),
-        cmocka_unit_test(test_many),        cmocka_unit_test(test_cost),
-        cmocka_unit_test(test_drain),       cmocka_unit_test(test_no_leaks),
+        cmocka_unit_test(test_open),         cmocka_unit_test(test_loading),
+        cmocka_unit_test(test_routes),       cmocka_unit_test(test_key),
+        cmocka_unit_test(test_refused),      cmocka_unit_test(test_messages),
+        cmocka_unit_test(test_params),       cmocka_unit_test(test_chat),
+        cmocka_unit_test(test_no_thinking),  cmocka_unit_test(test_streams),
+        cmocka_unit_test(test_tools),        cmocka_unit_test(test_usage_chunk),
+        cmocka_unit_test(test_several),      cmocka_unit_test(test_logprobs),
+        cmocka_unit_test(test_completions),  cmocka_unit_test(test_completions_refused),
+        cmocka_unit_test(test_dialects),     cmocka_unit_test(test_overflow),
+        cmocka_unit_test(test_queue_full),   cmocka_unit_test(test_observe),
+        cmocka_unit_test(test_keepalive),    cmocka_unit_test(test_clients),
+        cmocka_unit_test(test_engine_error), cmocka_unit_test(test_gone),
+        cmocka_unit_test(test_scoring),      cmocka_unit_test(test_slow_client),
+        cmocka_unit_test(test_vanish),       cmocka_unit_test(test_many),
+        cmocka_unit_test(test_cost),         cmocka_unit_test(test_drain),
+        cmocka_unit_test(test_no_leaks),
     };
 
     return cmocka_run_group_tests_name("server", tests, NULL, NULL);

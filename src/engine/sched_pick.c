@@ -1,0 +1,153 @@
+/* sched_pick.c - what the engine does next: a decode step, or how many layers of how long
+ * a piece of a prompt. Pure functions over measured costs and a small state, called by
+ * sched.c; they know no stream, no clock and no memory.
+ *
+ * Decode earns credit for prefill: after each step, what the step may take at its floor
+ * (its time without prompts / share) less what it took. Prefill runs when its next layer
+ * fits the credit. So a running stream keeps share of its rate however long a layer
+ * takes; where layers are long, several decode steps lie between two of them. */
+#include "engine/engine.h"
+
+#define WEIGHT 0.2f /* of a new measurement */
+/* Prefill gets its credit also where decode became slower by itself since it was alone:
+ * sequences grew. */
+#define DRIFT 0.85f
+/* A hiccup of the machine is nobody's debt: a measurement counts up to so many times what
+ * was expected. */
+#define OUTLIER 2.0f
+/* The longest slice, in decode steps: the gap with one is then at most 2.5 times the gap
+ * without, so that whichever of them is the median, p99 stays below three times that. */
+#define SLICE     1.5f
+#define HARDLY    1.25f
+#define SHARE_MAX 0.95f
+
+static void learn(float *at, float us)
+{
+    *at = *at == 0 ? us : *at + WEIGHT * (us - *at);
+}
+
+/* A decode step of rows, from the nearest number of rows seen; 0: none was. */
+static float expect(const float *by_rows, int32_t rows)
+{
+    for (int32_t d = 0; d <= HX_SPAN_MAX; d++) {
+        if (rows - d >= 1 && by_rows[rows - d] > 0)
+            return by_rows[rows - d];
+        if (rows + d <= HX_SPAN_MAX && by_rows[rows + d] > 0)
+            return by_rows[rows + d];
+    }
+    return 0;
+}
+
+/* A layer of a chunk, in proportion to the nearest length seen; 0: none was. */
+static float expect_layer(const hx_costs *c, int64_t layer, int64_t blocks)
+{
+    const float *by_blocks = c->layer + layer * c->n_block;
+
+    for (int64_t d = 0; d < c->n_block; d++) {
+        const int64_t less = blocks - d, more = blocks + d;
+
+        if (less >= 1 && by_blocks[less - 1] > 0)
+            return by_blocks[less - 1] * (float)blocks / (float)less;
+        if (more <= c->n_block && by_blocks[more - 1] > 0)
+            return by_blocks[more - 1] * (float)blocks / (float)more;
+    }
+    return 0;
+}
+
+static float longest_layer(const hx_costs *c, int64_t blocks)
+{
+    float most = 0;
+
+    for (int64_t l = 0; l < c->n_layer; l++)
+        most = HX_MAX(most, expect_layer(c, l, blocks));
+    return most;
+}
+
+/* The longest chunk that none of its layers makes wait too long. Where one block does so
+ * already, because weights come over a link, say, more of them may hardly cost more. */
+static int64_t chunk_blocks(const hx_costs *c, const hx_pick_state *s, float step)
+{
+    const float one = longest_layer(c, 1), most = HX_MAX(step * SLICE, one * HARDLY);
+    int64_t b = one > 0 ? HX_MIN(c->n_block, s->left) : 1;
+
+    while (b > 1 && longest_layer(c, b) > most)
+        b--;
+    return HX_MAX(b, 1);
+}
+
+static int64_t whole_layers(const hx_costs *c, const hx_pick_state *s, int64_t blocks,
+                            float most_us)
+{
+    float us = 0, one = 0;
+    int64_t l = s->layer;
+
+    while (l < c->n_layer && (one = expect_layer(c, l, blocks)) > 0 &&
+           (us += one) <= most_us)
+        l++;
+    return l - s->layer;
+}
+
+hx_pick hx_sched_pick_next(const hx_costs *c, const hx_pick_state *s)
+{
+    const float step = expect(c->step, s->n_decode);
+    int64_t blocks, layers;
+
+    if (s->n_decode == 0 && !s->prefill)
+        return (hx_pick) { .kind = HX_PICK_NOTHING };
+    if (!s->prefill)
+        return (hx_pick) { .kind = HX_PICK_DECODE };
+    if (s->n_decode == 0)
+        return (hx_pick) { HX_PICK_PREFILL,
+                           s->blocks > 0 ? s->blocks : HX_MIN(c->n_block, s->left),
+                           c->n_layer - s->layer };
+    if (step == 0) /* nothing is known of decode yet */
+        return (hx_pick) { .kind = HX_PICK_DECODE };
+    blocks = s->blocks > 0 ? s->blocks : chunk_blocks(c, s, step);
+    layers = whole_layers(c, s, blocks, HX_MIN(s->credit_us, step * SLICE));
+    /* A layer longer than any slice may be waits until all of it is paid for. */
+    if (layers == 0 && s->credit_us > 0 &&
+        s->credit_us >= expect_layer(c, s->layer, blocks))
+        layers = 1;
+    if (layers == 0)
+        return (hx_pick) { .kind = HX_PICK_DECODE };
+    return (hx_pick) { HX_PICK_PREFILL, blocks, layers };
+}
+
+int64_t hx_sched_pick_prompt(const hx_pick_prompt *p, int64_t n)
+{
+    int64_t best = -1;
+
+    for (int64_t i = 0; i < n; i++)
+        if (best < 0 || p[i].priority > p[best].priority ||
+            (p[i].priority == p[best].priority && p[i].turn < p[best].turn))
+            best = i;
+    return best;
+}
+
+void hx_sched_pick_decoded(hx_costs *c, hx_pick_state *s, int32_t rows, float us)
+{
+    const float before = expect(c->step, rows), share = HX_MIN(s->share, SHARE_MAX);
+    const float took = before > 0 ? HX_MIN(us, before * OUTLIER) : us;
+    float floor_us;
+
+    learn(&c->step[rows], took);
+    if (!s->prefill)
+        learn(&c->alone[rows], took);
+    floor_us = HX_MAX(expect(c->alone, rows), c->step[rows] * DRIFT) / share;
+    if (!s->prefill)
+        s->credit_us = 0;
+    s->credit_us += HX_MAX(floor_us - took, took * (1 - SHARE_MAX));
+}
+
+void hx_sched_pick_read(hx_costs *c, hx_pick_state *s, int64_t layer, int64_t blocks,
+                        bool full, float us)
+{
+    const float before = expect_layer(c, layer, blocks);
+    const float took = before > 0 ? HX_MIN(us, before * OUTLIER) : us;
+    float *at = &c->layer[layer * c->n_block + blocks - 1];
+
+    if (full || *at == 0)
+        learn(at, took);
+    if (s->n_decode > 0)
+        s->credit_us -= took;
+}

@@ -1,0 +1,40 @@
+#!/bin/bash
+# A server with the demo model under many clients: progress, introspection, metrics, the record and
+# its replay, 64 streams beside 2,000 idle connections.
+#   tests/suite_serving.sh [BUILD] [SECONDS]      SECONDS: of the soak (10); `make soak` runs it for long
+build=${1:-build} seconds=${2:-10}
+cd "$(dirname "$0")/.." || exit 1
+. tests/server.sh
+command -v python3 >/dev/null || { echo "SKIP serving: no python3"; exit 0; }
+[ "$(ulimit -Hn)" = unlimited ] || [ "$(ulimit -Hn)" -ge 4500 ] || { echo "SKIP serving: few open files allowed"; exit 0; }
+ulimit -Sn 4500
+demo=models/demo-exl3
+tmp=$(mktemp -d)
+start_server "$build" $demo --streams 64 --ctx 4096 --record "$tmp/record" --quiet || exit 1
+python3 tests/serving.py "$port" "$seconds" "$tmp/record" || status=1
+kill $server
+wait $server || { echo "not ok serving_drain: exit status $?"; status=1; }
+
+# Lines of the record run again: a sampled answer, the same with another answer written down.
+check() {        # NAME, expected status, pattern, command…
+    local name=$1 want=$2 pattern=$3 got rc
+    shift 3
+    got=$(timeout 60 "$@" 2>&1 </dev/null)
+    rc=$?
+    if [ $rc = "$want" ] && grep -qE "$pattern" <<<"$got"; then echo "ok serving_$name"; else
+        echo "not ok serving_$name: status $rc, said: $(head -c 300 <<<"$got")"
+        status=1
+    fi
+}
+check replay 0 '^equal: 50 tokens, length' "$build/hoist" run $demo --ctx 4096 --replay "$tmp/record:4"
+check replay_last 0 '^equal: ' "$build/hoist" run $demo --ctx 4096 --replay "$tmp/record"
+sed -n 4p "$tmp/record" | python3 -c 'import json, sys
+r = json.load(sys.stdin)
+r["answer"][7] = 1
+print(json.dumps(r))' >"$tmp/other"
+check replay_different 1 '^different: token 7 of the answer is [0-9]+, was 1' "$build/hoist" run $demo --ctx 4096 --replay "$tmp/other"
+check replay_no_line 1 'no line 99999' "$build/hoist" run $demo --replay "$tmp/record:99999"
+echo "{}" >"$tmp/none"
+check replay_no_record 1 "no record" "$build/hoist" run $demo --replay "$tmp/none"
+rm -rf "$tmp"
+exit ${status:-0}
