@@ -847,9 +847,10 @@ static int on_end(void *ud, int rc)
     return rc;
 }
 
+static const char ping[] = "event: ping\ndata: {\"type\":\"ping\"}\n\n";
+
 static void begin_stream(message *m)
 {
-    static const char ping[] = "event: ping\ndata: {\"type\":\"ping\"}\n\n";
     hx_sb out = { 0 };
 
     m->out = &out;
@@ -894,9 +895,11 @@ int hx_anthropic_messages(hx_call *c)
         return hx_turns_rename(c, names, rc);
     if (m->req.stream)
         begin_stream(m);
-    return hx_gen_start(
-        gen, &(hx_gen_sink) {
-                 .event = on_event, .end = on_end, .ud = m, .stream = m->req.stream });
+    return hx_gen_start(gen, &(hx_gen_sink) { .event = on_event,
+                                              .end = on_end,
+                                              .ud = m,
+                                              .stream = m->req.stream,
+                                              .waiting = HX_STR(ping) });
 }
 
 int hx_anthropic_count(hx_call *c)

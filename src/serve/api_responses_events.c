@@ -585,7 +585,7 @@ static int begin_keeping(hx_responder *r, const hx_item *input, size_t n_input)
 
 /* Some clients count events, not bytes, before they give up: in silence the second one is
  * repeated. */
-static int begin_stream(hx_responder *r)
+static int begin_stream(hx_responder *r, hx_str *waiting)
 {
     hx_call *c = r->c;
     hx_sb out = { 0 };
@@ -599,8 +599,8 @@ static int begin_stream(hx_responder *r)
     again = out.bad ? NULL : hx_arena_dup(&c->arena, out.p + first, out.n - first);
     if (again != NULL) {
         c->status = 200;
-        hx_http_begin_stream(c->x, "text/event-stream; charset=utf-8",
-                             (hx_str) { again, out.n - first });
+        *waiting = (hx_str) { again, out.n - first };
+        hx_http_begin_stream(c->x, "text/event-stream; charset=utf-8", *waiting);
         hx_http_send(c->x, (hx_str) { out.p, out.n });
     } else if (r->store) {
         hx_response_store_remove(hx_server_responses(c->server), hx_str_c(r->id));
@@ -613,17 +613,20 @@ static int begin_stream(hx_responder *r)
 
 int hx_responses_start(hx_responder *r, const hx_item *input, size_t n_input)
 {
+    hx_str waiting = { NULL, 0 };
     int rc;
 
     if (r->store && (rc = begin_keeping(r, input, n_input)) != 0) {
         hx_gen_close(r->gen);
         return rc;
     }
-    if (r->req.stream && (rc = begin_stream(r)) != 0) {
+    if (r->req.stream && (rc = begin_stream(r, &waiting)) != 0) {
         hx_gen_close(r->gen);
         return rc;
     }
-    return hx_gen_start(
-        r->gen, &(hx_gen_sink) {
-                    .event = on_event, .end = on_end, .ud = r, .stream = r->req.stream });
+    return hx_gen_start(r->gen, &(hx_gen_sink) { .event = on_event,
+                                                 .end = on_end,
+                                                 .ud = r,
+                                                 .stream = r->req.stream,
+                                                 .waiting = waiting });
 }

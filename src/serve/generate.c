@@ -14,6 +14,7 @@
 #define ANSWERS_MAX 256
 #define GATHER_NS   100000  /* a step's tokens come in this time */
 #define COMMENT_US  2000000 /* between two comments on a stream that waits */
+#define EVENT_US    8000000 /* between two events there */
 
 typedef struct {
     hx_gen *gen;
@@ -473,9 +474,13 @@ static void take_progress(hx_gen *g, const answer *a, const hx_event *ev)
             &g->out);
         return;
     }
-    if (now - g->comment_us < COMMENT_US)
+    if (now - g->comment_us < (g->sink.waiting.n > 0 ? EVENT_US : COMMENT_US))
         return;
     g->comment_us = now;
+    if (g->sink.waiting.n > 0) {
+        hx_sb_add(&g->out, g->sink.waiting.p, g->sink.waiting.n);
+        return;
+    }
     if (ev->times.started_us == 0)
         hx_sb_printf(&g->out, ": queue %lld", (long long)ev->queue + 1);
     else

@@ -334,6 +334,8 @@ typedef struct {
     void (*progress)(void *ud, const hx_gen_progress *p, hx_sb *out); /* NULL: comments */
     void *ud;    /* in the call's arena */
     bool stream; /* an event stream has begun and takes what event() writes */
+    hx_str waiting; /* an event that goes out now and then while nothing else does, or {NULL,
+                     * 0}: comments tell how far the answer is. Borrowed until the end */
 } hx_gen_sink;
 
 typedef struct hx_gen hx_gen;
