@@ -203,6 +203,14 @@ void hx_pool_run(hx_pool *p, int64_t n, int64_t grain, hx_pool_fn *fn, void *ud)
     X(requests_cancelled_total, "counter", "Requests cancelled before their end.")       \
     X(steps_total, "counter", "Engine steps.")                                           \
     X(step_busy_us_total, "counter", "Microseconds the engine thread worked.")           \
+    X(prefix_queries_total, "counter", "Prompt tokens looked up among kept prefixes.")   \
+    X(prefix_hits_total, "counter", "Of these, tokens that needed no computing.")        \
+    X(pages_parked_total, "counter", "Pages moved to host memory.")                      \
+    X(pages_restored_total, "counter", "Pages moved back from host memory or disk.")     \
+    X(pages_evicted_total, "counter", "Kept pages given up.")                            \
+    X(park_written_bytes_total, "counter", "Bytes of states and pages written to disk.") \
+    X(park_disk_bytes, "gauge", "Bytes that kept states and pages take on disk.")        \
+    X(preemptions_total, "counter", "Running requests parked for others.")               \
     X(expert_rows_total, "counter", "Rows computed by routed experts.")                  \
     X(http_requests_total, "counter", "HTTP requests read.")                             \
     X(http_errors_total, "counter", "HTTP answers with a status of 400 and above.")      \

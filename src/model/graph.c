@@ -330,3 +330,18 @@ int hx_graph_out(hx_graph *g, int64_t row0, int64_t n, hx_err *err)
         return rc;
     return hx_op_matmul(g->dev, &head, err);
 }
+
+int hx_graph_head(hx_graph *g, const float *hidden, hx_err *err)
+{
+    const hx_desc *d = &g->model->desc;
+    const hx_matmul_args head = { .y = g->logits,
+                                  .x = g->hidden,
+                                  .w = &g->model->head,
+                                  .rows = 1,
+                                  .ldx = d->width,
+                                  .ldy = d->n_vocab };
+    const int rc =
+        hx_dev_put(g->dev, g->hidden, hidden, (size_t)d->width * sizeof *hidden, err);
+
+    return rc != 0 ? rc : hx_op_matmul(g->dev, &head, err);
+}
