@@ -200,6 +200,9 @@ int32_t hx_cache_take(hx_cache *c)
     return -1;
 }
 
+/* Asked for at once: choosing them costs a walk over the tree. */
+#define RECLAIM_PAGES 16
+
 /* ---- pages ------------------------------------------------------------ */
 
 int32_t hx_cache_page_take(hx_cache *c)
@@ -207,7 +210,7 @@ int32_t hx_cache_page_take(hx_cache *c)
     int32_t page;
 
     if (c->n_free == 0 && c->reclaim != NULL)
-        c->reclaim(c->reclaim_ud, 1);
+        c->reclaim(c->reclaim_ud, RECLAIM_PAGES);
     if (c->n_free == 0)
         return -1;
     page = c->free_page[--c->n_free];

@@ -23,7 +23,7 @@ typedef struct {
     _Atomic int32_t ref;
     _Atomic int64_t *total; /* what counts them all, or NULL */
     size_t n;
-    _Alignas(64) uint8_t p[];
+    uint8_t p[];
 } hx_blob;
 
 hx_blob *hx_blob_new(size_t n, _Atomic int64_t *total); /* not zeroed; NULL: no memory */
@@ -48,6 +48,8 @@ typedef struct {
     int32_t pin;     /* times pinned by requests */
     int64_t used_us;
     hx_park_name name;
+    int64_t from;         /* first position that the file covers */
+    hx_node *file_parent; /* the file before it; NULL: none, from is 0 */
     hx_node *prev, *next; /* all nodes with a snapshot */
 } hx_snap;
 
@@ -58,8 +60,8 @@ struct hx_node {
     int32_t n_token;
     uint64_t decoded; /* bit i: token i's row was a decode row, else prefill */
     bool pure;        /* no decode row from position 0 on */
-    uint64_t key;     /* of token and decoded; a filter before they are compared */
-    uint64_t path;    /* of the keys from position 0 on */
+    uint64_t path;    /* hash of the tokens from position 0 on, for ghosts */
+    int32_t warm;     /* snapshots in host memory here and below */
     int32_t page;     /* on the device; -1: not there */
     hx_blob *host;    /* copy in host memory, or NULL */
     hx_node *file;    /* the snapshot whose file holds it, or NULL */
@@ -85,7 +87,8 @@ typedef struct {
     size_t hidden_bytes;
     uint64_t *ghost;   /* [HX_GHOST] paths that were given up, by their low bits */
     hx_node **scratch; /* [n_scratch] */
-    size_t n_scratch;
+    int64_t n_scratch;
+    bool quiet; /* no ghosts, not counted as evicted */
     hx_prefix_stat stat;
     /* A snapshot that is on disk leaves the tree. */
     void (*gone)(void *ud, hx_node *n);
