@@ -272,7 +272,7 @@ static int open_rest(hx_engine *e, const hx_options *opt, hx_err *err)
         return rc;
     if ((rc = open_device(e, opt, err)) != 0)
         return rc;
-    e->wait = hx_new(hx_stream *, e->info.max_queue);
+    e->wait = hx_new(hx_stream *, e->info.max_queue + n);
     e->run = hx_new(hx_stream *, n);
     e->row_of = hx_new(hx_stream *, n);
     e->row = hx_new(hx_sample_row, n);
@@ -283,6 +283,8 @@ static int open_rest(hx_engine *e, const hx_options *opt, hx_err *err)
     if (!e->wait || !e->run || !e->row_of || !e->row || !e->span || !e->id ||
         !e->score_logit || !e->score_hidden)
         return hx_fail(err, HX_ENOMEM, "engine: no memory for its tables");
+    if ((rc = hx_reuse_open(e, opt, err)) != 0)
+        return rc;
     if (pthread_create(&e->thread, NULL, hx_sched_run, e) != 0)
         return hx_fail(err, HX_EIO, "engine: the system refuses another thread");
     e->started = true;
@@ -328,6 +330,7 @@ void hx_close(hx_engine *e)
         pthread_mutex_unlock(&e->lock);
         pthread_join(e->thread, NULL);
     }
+    hx_reuse_close(e);
     hx_graph_close(e->decode);
     hx_graph_close(e->prefill);
     hx_cache_close(e->cache);
@@ -561,8 +564,9 @@ static bool alloc_stream(hx_stream *s, int64_t n_top)
         (s->ev_top = hx_new(hx_choice, (size_t)(HX_RING_TOKENS * n_top))) == NULL)
         return false;
     s->token = hx_new(int32_t, s->n_prompt + s->max_new);
-    return s->ring && s->ring_bytes && s->ev_token && s->ev_end && s->ev_logprob &&
-           s->ev_bytes && s->token;
+    s->decoded = hx_new(uint64_t, (s->n_prompt + s->max_new) / HX_PAGE + 1);
+    return s->decoded && s->ring && s->ring_bytes && s->ev_token && s->ev_end &&
+           s->ev_logprob && s->ev_bytes && s->token;
 }
 
 void hx_engine_stream_destroy(hx_stream *s)
@@ -578,6 +582,8 @@ void hx_engine_stream_destroy(hx_stream *s)
     hx_free(s->ev_bytes);
     hx_free(s->ev_top);
     hx_free(s->token);
+    hx_free(s->decoded);
+    hx_free(s->last_row);
     hx_arena_reset(&s->arena);
     pthread_cond_destroy(&s->cond);
     hx_free(s);
@@ -679,7 +685,9 @@ int hx_submit(hx_engine *e, const hx_request *req, hx_stream **out, hx_err *err)
 static void fill_common(const hx_stream *s, hx_event *ev)
 {
     ev->prompt = s->n_prompt;
-    ev->cached = 0;
+    ev->cached = s->cached;
+    ev->miss = s->miss;
+    ev->miss_pos = s->miss_pos;
     ev->generated = s->generated;
     ev->prefilled = s->prefilled;
     ev->queue = s->queue;
@@ -863,6 +871,7 @@ void hx_get_status(hx_engine *e, hx_status *out)
                          .pages = e->cache->n_page,
                          .pages_used = e->pages_reserved,
                          .steps = e->steps };
+    hx_reuse_status(e, out);
     pthread_mutex_unlock(&e->lock);
 }
 
@@ -884,6 +893,11 @@ int64_t hx_metrics(hx_engine *e, char *out, int64_t cap)
     gauge(&b, "requests_waiting", "Requests waiting for a place.", st.waiting);
     gauge(&b, "pages_total", "Pages of sequence memory, 64 tokens each.", st.pages);
     gauge(&b, "pages_used", "Pages reserved by running requests.", st.pages_used);
+    gauge(&b, "pages_kept", "Pages kept for later requests, given up on demand.",
+          st.pages_kept);
+    gauge(&b, "prefix_states", "Kept states.", st.states);
+    gauge(&b, "park_ram_bytes", "Host memory of kept states and parked pages.",
+          (int64_t)st.ram_bytes);
     gauge(&b, "context_tokens", "Longest sequence.", e->info.ctx_tokens);
     gauge(&b, "resident_memory_bytes", "Memory of the process, mapped weights included.",
           (int64_t)hx_sys_rss_bytes());

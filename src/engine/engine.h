@@ -27,6 +27,7 @@
     (60 * 1000000LL) /* a reader that takes nothing for so long is dropped */
 #define HX_PREFILL_ROWS                                                                  \
     256                   /* rows of a prefill chunk: whole blocks of the 64-token grid */
+#define HX_CUT_MAX  48    /* states kept on the way through one prompt */
 #define HX_SLICE_US 10000 /* prefill works so long before decode rows get their turn */
 
 /* ---- sampling state (sample.c) ---------------------------------------- */
@@ -83,6 +84,13 @@ struct hx_stream {
     int32_t n_pend;
     int32_t ban[64 + HX_STOP_MAX], n_ban; /* end ids */
     int64_t stalled_us;                   /* since when the ring is full; 0: it is not */
+    uint64_t *decoded;                    /* bit c % 64 of [c / 64]: a decode row built
+                                           * position c */
+    hx_node *parked;                      /* preempted: where its state is */
+    int64_t cut[HX_CUT_MAX];              /* positions where prefill leaves a state */
+    int32_t n_cut;
+    bool planned;    /* cut is filled: prefill has begun */
+    float *last_row; /* [D] after the last norm, when all of the prompt was kept */
 
     /* under engine->lock */
     hx_out_token *ring; /* [HX_RING_TOKENS] */
@@ -92,7 +100,8 @@ struct hx_stream {
     hx_event end; /* kind DONE or ERROR once ended */
     bool ended, cancelled, freed, progress;
     int32_t force[64], n_force, force_at;
-    int64_t prefilled, generated, queue;
+    int64_t prefilled, generated, queue, cached, miss_pos;
+    hx_miss miss;
     hx_times times;
     void (*ready)(void *ud);
     void *ready_ud;
@@ -132,7 +141,8 @@ struct hx_engine {
     int64_t steps;
 
     /* the engine thread's */
-    hx_stream **wait; /* [max_queue] by priority, then arrival */
+    hx_stream **wait; /* [max_queue + max_streams] by priority, then arrival; those that
+                       * were preempted too */
     int64_t n_wait;
     hx_stream **run; /* [max_streams] */
     int32_t n_run;
@@ -148,10 +158,39 @@ struct hx_engine {
     hx_stream **row_of; /* [max_streams] */
     hx_buf out_id, out_logprob, out_top, out_scratch;
     float *score_logit, *score_hidden; /* [HX_SCORE_ROWS, N], [HX_SCORE_ROWS, D] */
+    struct hx_reuse *reuse;
 };
 
 void *hx_sched_run(void *engine);            /* sched.c: the engine thread */
 void hx_engine_stream_destroy(hx_stream *s); /* engine.c */
+
+/* reuse.c: kept prefixes. Engine thread, but for ask and status. */
+int hx_reuse_open(hx_engine *e, const hx_options *opt, hx_err *err);
+void hx_reuse_close(hx_engine *e);
+/* Gives s a slot, with what is kept of its prompt; n_done says how much. False: not now, for
+ * want of a slot or of pages, or because its state is being read from disk. */
+bool hx_reuse_admit(hx_engine *e, hx_stream *s);
+/* Before the first chunk: looks again, because another request may have left more by now.
+ * Afterwards n_done may be n_prompt: then there are logits, as after a chunk. */
+void hx_reuse_begin(hx_engine *e, hx_stream *s);
+int hx_reuse_logits(hx_engine *e, hx_stream *s, hx_err *err);
+/* How many of max rows the next chunk may have: it ends on the grid, and where a state is
+ * wanted. */
+int64_t hx_reuse_rows(const hx_stream *s, int64_t max);
+/* n_done has moved on by a chunk; at the prompt's end, after its logits. */
+void hx_reuse_chunk_end(hx_engine *e, hx_stream *s);
+void hx_reuse_decoded(hx_stream *s); /* a decode row built position n_done - 1 */
+/* The stream leaves its slot; keep: its state is whole and may serve others. */
+void hx_reuse_end(hx_engine *e, hx_stream *s, bool keep);
+/* Moves a running stream's state aside, so that it can be admitted again and go on with the
+ * same bits. False: no room. Its slot is gone then, else nothing has changed. */
+bool hx_reuse_park(hx_engine *e, hx_stream *s);
+/* Once per step: what other threads ask for, writing to disk. */
+void hx_reuse_tick(hx_engine *e);
+/* Under lock: hx_now_us() when the next tick is due though there is no other work; 0: now,
+ * INT64_MAX: never. */
+int64_t hx_reuse_due_us(const hx_engine *e);
+void hx_reuse_status(const hx_engine *e, hx_status *out);
 
 /* sample.c */
 int hx_sample_open(hx_stream *s, hx_err *err);

@@ -35,8 +35,7 @@ static void end_stream(hx_stream *s, hx_stop stop, int32_t stop_index, const hx_
     int64_t n_run = e->n_run;
     bool freed;
 
-    if (s->slot >= 0)
-        hx_cache_drop(e->cache, s->slot);
+    hx_reuse_end(e, s, err == NULL && e->chunk != s);
     if (e->chunk == s)
         e->chunk = NULL;
     forget(e->run, &n_run, s);
@@ -331,6 +330,7 @@ static int32_t decode_step(hx_engine *e)
 
         slot->n_pos = ++s->n_done;
         slot->pend = 1;
+        hx_reuse_decoded(s);
     }
     choose(e, hx_graph_logits(e->decode), e->row_of, n);
     return n;
@@ -430,7 +430,7 @@ static hx_stream *next_prefill(const hx_engine *e)
 
 static int chunk_begin(hx_engine *e, hx_stream *s, hx_err *err)
 {
-    const int64_t n = HX_MIN(HX_PREFILL_ROWS, s->n_prompt - s->n_done);
+    const int64_t n = hx_reuse_rows(s, HX_PREFILL_ROWS);
     hx_slot *slot = &e->cache->slot[s->slot];
     int rc;
 
@@ -471,13 +471,28 @@ static int chunk_end(hx_engine *e, hx_stream *s, hx_err *err)
         wake_reader(s);
     }
     pthread_mutex_unlock(&e->lock);
-    if (s->n_done < s->n_prompt)
+    if (s->n_done < s->n_prompt) {
+        hx_reuse_chunk_end(e, s);
         return 0;
+    }
     if (s->score != NULL) {
         end_stream(s, HX_STOP_LENGTH, -1, NULL);
         return 0;
     }
     if ((rc = hx_graph_out(e->prefill, n - 1, 1, err)) != 0)
+        return rc;
+    hx_reuse_chunk_end(e, s);
+    s->state = HX_SEQ_DECODE;
+    choose(e, hx_graph_logits(e->prefill), &s, 1);
+    return 0;
+}
+
+/* All of the prompt was kept: its logits come from the kept last row. */
+static int first_of_kept(hx_engine *e, hx_stream *s, hx_err *err)
+{
+    const int rc = hx_reuse_logits(e, s, err);
+
+    if (rc != 0)
         return rc;
     s->state = HX_SEQ_DECODE;
     choose(e, hx_graph_logits(e->prefill), &s, 1);
@@ -504,8 +519,15 @@ static void prefill_slice(hx_engine *e)
 
     if (s == NULL)
         return;
-    if (e->chunk == NULL)
-        rc = chunk_begin(e, s, &err);
+    if (e->chunk == NULL) {
+        hx_reuse_begin(e, s);
+        if (s->n_done == s->n_prompt)
+            rc = first_of_kept(e, s, &err);
+        else
+            rc = chunk_begin(e, s, &err);
+    }
+    if (rc == 0 && e->chunk == NULL)
+        return;
     while (rc == 0 && e->chunk_layer < e->model->desc.n_layer) {
         rc = hx_graph_layers(e->prefill, e->chunk_layer, e->chunk_layer + 1, &err);
         e->chunk_layer++;
@@ -524,7 +546,9 @@ static void put_in_order(hx_engine *e, hx_stream *s)
 {
     int64_t at = e->n_wait++;
 
-    while (at > 0 && e->wait[at - 1]->req.priority < s->req.priority) {
+    while (at > 0 && (e->wait[at - 1]->req.priority < s->req.priority ||
+                      (e->wait[at - 1]->req.priority == s->req.priority &&
+                       e->wait[at - 1]->order > s->order))) {
         e->wait[at] = e->wait[at - 1];
         at--;
     }
@@ -596,23 +620,63 @@ static void reap(hx_engine *e)
         i += !reap_one(e->run[i], now);
 }
 
+/* The running stream of lowest priority, below that of s; of equals the last that came. One
+ * in the middle of a chunk has no whole state. */
+static hx_stream *victim_for(const hx_engine *e, const hx_stream *s)
+{
+    hx_stream *low = NULL;
+
+    for (int32_t i = 0; i < e->n_run; i++) {
+        hx_stream *r = e->run[i];
+
+        if (r == e->chunk || r->score != NULL || r->req.priority >= s->req.priority)
+            continue;
+        if (low == NULL || r->req.priority < low->req.priority ||
+            (r->req.priority == low->req.priority && r->order > low->order))
+            low = r;
+    }
+    return low;
+}
+
+/* Moves a running stream of lower priority back to the queue; it loses nothing. */
+static bool preempt_for(hx_engine *e, const hx_stream *s)
+{
+    hx_stream *low = victim_for(e, s);
+    int64_t n_run = e->n_run;
+
+    if (low == NULL || !hx_reuse_park(e, low))
+        return false;
+    forget(e->run, &n_run, low);
+    e->n_run = (int32_t)n_run;
+    put_in_order(e, low);
+    pthread_mutex_lock(&e->lock);
+    low->state = HX_SEQ_QUEUED;
+    e->pages_reserved -= low->pages;
+    low->pages = 0;
+    e->n_waiting++;
+    e->n_running--;
+    pthread_mutex_unlock(&e->lock);
+    return true;
+}
+
 /* Gives waiting requests their slot and pages, for their whole length at once: a request
  * that runs never has to stop for want of memory. */
 static void admit(hx_engine *e)
 {
     bool moved = false;
 
-    while (e->n_wait > 0 && e->n_run < e->info.max_streams) {
+    while (e->n_wait > 0) {
         hx_stream *s = e->wait[0];
-        const int64_t need = (s->n_prompt + s->max_new + HX_PAGE - 1) / HX_PAGE;
 
-        if (e->pages_reserved + need > e->cache->n_page ||
-            (s->slot = hx_cache_take(e->cache)) < 0)
-            break;
+        if (e->n_run == e->info.max_streams || !hx_reuse_admit(e, s)) {
+            if (!preempt_for(e, s))
+                break;
+            continue;
+        }
         forget(e->wait, &e->n_wait, s);
         e->run[e->n_run++] = s;
-        s->pages = (int32_t)need;
-        s->state = HX_SEQ_PREFILL;
+        s->pages = (int32_t)((s->n_prompt + s->max_new + HX_PAGE - 1) / HX_PAGE);
+        s->state = s->n_token > s->n_prompt ? HX_SEQ_DECODE : HX_SEQ_PREFILL;
         pthread_mutex_lock(&e->lock);
         e->pages_reserved += s->pages;
         e->n_waiting--;
@@ -645,7 +709,7 @@ static void wait_for_work(hx_engine *e, bool idle)
 
     pthread_mutex_lock(&e->lock);
     if (e->n_run == 0 && e->n_wait == 0) {
-        while (e->inbox == NULL && !e->closing)
+        while (e->inbox == NULL && !e->closing && hx_reuse_due_us(e) > hx_now_us())
             pthread_cond_wait(&e->wake, &e->lock);
     } else if (idle && e->inbox == NULL && !e->closing) {
         clock_gettime(CLOCK_REALTIME, &until);
@@ -672,6 +736,7 @@ void *hx_sched_run(void *arg)
             break;
         start = hx_now_us();
         reap(e);
+        hx_reuse_tick(e);
         admit(e);
         idle = next_prefill(e) == NULL;
         prefill_slice(e);
