@@ -164,12 +164,52 @@ struct hx_engine {
 void *hx_sched_run(void *engine);            /* sched.c: the engine thread */
 void hx_engine_stream_destroy(hx_stream *s); /* engine.c */
 
+/* What reuse.c and reuse_disk.c share: kept prefixes. */
+typedef struct hx_reuse {
+    hx_prefix_tree *tree;
+    hx_prefix mode;
+    uint64_t ram_bytes, disk_bytes;
+    int32_t role[8], n_role; /* ids that open a message */
+    float *hidden;           /* [D] */
+
+    struct hx_asked *first; /* calls of other threads; under lock */
+    pthread_cond_t answered;
+
+    _Atomic int64_t pages_kept, states, ram, disk; /* for status */
+
+    hx_park *park;           /* NULL: nothing goes to disk */
+    _Atomic bool disk_ready; /* something to poll */
+    int64_t retry_us;        /* nothing is written before: a budget is used up */
+    int32_t n_reading;
+    struct {
+        hx_node *node, *from; /* NULL: nothing is being written; the file before */
+        hx_blob **page;       /* [n_page] */
+        int64_t n_page, n_have;
+        bool queued, unwanted; /* with the thread; forgotten meanwhile */
+    } write;
+} hx_reuse;
+
+/* reuse_disk.c */
+int hx_reuse_disk_open(hx_engine *e, const hx_options *opt, hx_err *err);
+void hx_reuse_disk_close(hx_engine *e); /* writes what is not written yet */
+void hx_reuse_disk_tick(hx_engine *e);
+int64_t hx_reuse_disk_due_us(const hx_engine *e);
+void hx_reuse_disk_forget(hx_engine *e);
+void hx_reuse_disk_used(hx_engine *e, const hx_node *n);
+/* Sees to it that all of n gets into memory. False: it cannot. */
+bool hx_reuse_disk_load(hx_engine *e, hx_node *n);
+
 /* reuse.c: kept prefixes. Engine thread, but for ask and status. */
 int hx_reuse_open(hx_engine *e, const hx_options *opt, hx_err *err);
 void hx_reuse_close(hx_engine *e);
-/* Gives s a slot, with what is kept of its prompt; n_done says how much. False: not now, for
- * want of a slot or of pages, or because its state is being read from disk. */
-bool hx_reuse_admit(hx_engine *e, hx_stream *s);
+/* Gives s a slot, with what is kept of its prompt; n_done says how much. */
+typedef enum {
+    HX_ADMIT_NO,      /* no slot, or too few pages */
+    HX_ADMIT_READING, /* later: its state is being read from disk */
+    HX_ADMIT_YES
+} hx_admit;
+
+hx_admit hx_reuse_admit(hx_engine *e, hx_stream *s);
 /* Before the first chunk: looks again, because another request may have left more by now.
  * Afterwards n_done may be n_prompt: then there are logits, as after a chunk. */
 void hx_reuse_begin(hx_engine *e, hx_stream *s);

@@ -13,27 +13,12 @@
 #define PIN_SHARE 2
 
 /* A call of another thread, on its stack. */
-typedef struct asked {
-    struct asked *next;
+typedef struct hx_asked {
+    struct hx_asked *next;
     const int32_t *token; /* unpin; NULL: forget */
     int64_t n, answer;
     bool done;
 } asked;
-
-struct hx_reuse {
-    hx_prefix_tree *tree;
-    hx_prefix mode;
-    uint64_t ram_bytes, disk_bytes;
-    int32_t role[8], n_role; /* ids that open a message */
-    float *hidden;           /* [D] */
-
-    asked *first; /* under engine->lock */
-    pthread_cond_t answered;
-
-    _Atomic int64_t pages_kept, states, ram, disk; /* for status */
-};
-
-typedef struct hx_reuse hx_reuse;
 
 /* ---- open ------------------------------------------------------------- */
 
@@ -62,6 +47,7 @@ int hx_reuse_open(hx_engine *e, const hx_options *opt, hx_err *err)
 {
     const size_t hidden = (size_t)e->model->desc.width * sizeof(float);
     hx_reuse *r = e->reuse = hx_new(hx_reuse, 1);
+    int rc;
 
     if (r == NULL)
         return hx_fail(err, HX_ENOMEM, "kept prefixes: no memory");
@@ -71,7 +57,10 @@ int hx_reuse_open(hx_engine *e, const hx_options *opt, hx_err *err)
     if ((r->hidden = hx_alloc(hidden)) == NULL)
         return hx_fail(err, HX_ENOMEM, "kept prefixes: no memory");
     find_roles(r, e);
-    return hx_prefix_open(&r->tree, e->cache, r->ram_bytes, hidden, err);
+    if ((rc = hx_prefix_open(&r->tree, e->cache, r->ram_bytes, hidden, err)) != 0 ||
+        opt->park_dir == NULL || opt->prefix == HX_PREFIX_OFF)
+        return rc;
+    return hx_reuse_disk_open(e, opt, err);
 }
 
 void hx_reuse_close(hx_engine *e)
@@ -80,6 +69,7 @@ void hx_reuse_close(hx_engine *e)
 
     if (r == NULL)
         return;
+    hx_reuse_disk_close(e);
     hx_prefix_close(r->tree);
     pthread_cond_destroy(&r->answered);
     hx_free(r->hidden);
@@ -261,6 +251,7 @@ static void go_on_from(hx_engine *e, hx_stream *s, const hx_prefix_match *m)
         if (hx_prefix_attach(e->reuse->tree, m->node, s->slot, hx_now_us(), &err) == 0) {
             s->n_done = m->n;
             take_phases(s, m->node);
+            hx_reuse_disk_used(e, m->node);
         } else {
             hx_log(HX_LOG_WARN, "kept prefix of %lld tokens not used: %s",
                    (long long)m->n, err.msg);
@@ -285,19 +276,26 @@ static bool admit_parked(hx_engine *e, hx_stream *s)
     return true;
 }
 
-bool hx_reuse_admit(hx_engine *e, hx_stream *s)
+hx_admit hx_reuse_admit(hx_engine *e, hx_stream *s)
 {
     hx_prefix_match m;
 
     if (s->parked != NULL)
-        return admit_parked(e, s);
+        return admit_parked(e, s) ? HX_ADMIT_YES : HX_ADMIT_NO;
     m = find(e, s);
     if (!has_pages(e, s, m.node) && e->n_run == 0 && e->reuse->tree->pinned_pages > 0)
         release_pins(e);
-    if (!has_pages(e, s, m.node) || (s->slot = hx_cache_take(e->cache)) < 0)
-        return false;
+    if (!has_pages(e, s, m.node))
+        return HX_ADMIT_NO;
+    if (m.node != NULL && hx_prefix_on_disk(m.node)) {
+        if (hx_reuse_disk_load(e, m.node))
+            return HX_ADMIT_READING;
+        m.node = NULL; /* no memory for it: from the start, then */
+    }
+    if ((s->slot = hx_cache_take(e->cache)) < 0)
+        return HX_ADMIT_NO;
     go_on_from(e, s, &m);
-    return true;
+    return HX_ADMIT_YES;
 }
 
 void hx_reuse_begin(hx_engine *e, hx_stream *s)
@@ -337,6 +335,7 @@ static void publish(hx_engine *e)
     atomic_store(&r->pages_kept, c->n_page - c->n_free - c->n_held);
     atomic_store(&r->states, r->tree->stat.snaps);
     atomic_store(&r->ram, atomic_load(&r->tree->host));
+    atomic_store(&r->disk, r->park != NULL ? (int64_t)hx_park_bytes(r->park) : 0);
 }
 
 /* ---- what streams leave ------------------------------------------------- */
@@ -466,6 +465,7 @@ static int64_t answer(hx_engine *e, const asked *a)
 
     if (a->token == NULL) {
         hx_prefix_forget(t);
+        hx_reuse_disk_forget(e);
         return had - t->stat.snaps;
     }
     for (hx_node *n = t->snap; n != NULL; n = n->snap->next)
@@ -529,12 +529,13 @@ void hx_reuse_tick(hx_engine *e)
         pthread_mutex_unlock(&e->lock);
         a = next;
     }
+    hx_reuse_disk_tick(e);
     publish(e);
 }
 
 int64_t hx_reuse_due_us(const hx_engine *e)
 {
-    return e->reuse->first != NULL ? 0 : INT64_MAX;
+    return e->reuse->first != NULL ? 0 : hx_reuse_disk_due_us(e);
 }
 
 void hx_reuse_status(const hx_engine *e, hx_status *out)

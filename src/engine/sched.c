@@ -668,11 +668,13 @@ static void admit(hx_engine *e)
     while (e->n_wait > 0) {
         hx_stream *s = e->wait[0];
 
-        if (e->n_run == e->info.max_streams || !hx_reuse_admit(e, s)) {
-            if (!preempt_for(e, s))
-                break;
+        const hx_admit got =
+            e->n_run == e->info.max_streams ? HX_ADMIT_NO : hx_reuse_admit(e, s);
+
+        if (got == HX_ADMIT_NO && preempt_for(e, s))
             continue;
-        }
+        if (got != HX_ADMIT_YES)
+            break;
         forget(e->wait, &e->n_wait, s);
         e->run[e->n_run++] = s;
         s->pages = (int32_t)((s->n_prompt + s->max_new + HX_PAGE - 1) / HX_PAGE);
@@ -701,24 +703,39 @@ static void admit(hx_engine *e)
 
 /* ---- the loop ---------------------------------------------------------- */
 
+/* On e->wake, until a time of hx_now_us(). Under lock. */
+static void wait_until(hx_engine *e, int64_t until_us)
+{
+    const int64_t left = HX_MAX(0, until_us - hx_now_us());
+    struct timespec until;
+
+    if (until_us == INT64_MAX) {
+        pthread_cond_wait(&e->wake, &e->lock);
+        return;
+    }
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += left / 1000000;
+    until.tv_nsec += left % 1000000 * 1000;
+    if (until.tv_nsec >= 1000000000) {
+        until.tv_sec++;
+        until.tv_nsec -= 1000000000;
+    }
+    pthread_cond_timedwait(&e->wake, &e->lock, &until);
+}
+
 /* Sleeps until there is something to do; when every stream waits for its reader, a
  * moment. */
 static void wait_for_work(hx_engine *e, bool idle)
 {
-    struct timespec until;
-
     pthread_mutex_lock(&e->lock);
     if (e->n_run == 0 && e->n_wait == 0) {
-        while (e->inbox == NULL && !e->closing && hx_reuse_due_us(e) > hx_now_us())
-            pthread_cond_wait(&e->wake, &e->lock);
+        int64_t due;
+
+        while (e->inbox == NULL && !e->closing &&
+               (due = hx_reuse_due_us(e)) > hx_now_us())
+            wait_until(e, due);
     } else if (idle && e->inbox == NULL && !e->closing) {
-        clock_gettime(CLOCK_REALTIME, &until);
-        until.tv_nsec += 20 * 1000000;
-        if (until.tv_nsec >= 1000000000) {
-            until.tv_sec++;
-            until.tv_nsec -= 1000000000;
-        }
-        pthread_cond_timedwait(&e->wake, &e->lock, &until);
+        wait_until(e, hx_now_us() + 20000);
     }
     pthread_mutex_unlock(&e->lock);
 }

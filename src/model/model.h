@@ -13,6 +13,7 @@
 #define HX_MODEL_H
 
 #include "dev/dev.h"
+#include "model/park.h"
 #include "model/prefix.h"
 #include "model/weights.h"
 

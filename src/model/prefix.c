@@ -598,6 +598,7 @@ int hx_prefix_attach(hx_prefix_tree *t, hx_node *n, int32_t slot, int64_t now,
     }
     t->cache->slot[slot].n_pos = n->end;
     n->snap->used_us = now;
+    n->snap->no_file = false;
     for (hx_node *a = n; a != NULL; a = a->parent)
         a->used_us = now;
     return 0;
@@ -804,6 +805,39 @@ void hx_prefix_thin(hx_prefix_tree *t, hx_node *n)
     }
 }
 
+void hx_prefix_has_file(hx_prefix_tree *t, hx_node *n, hx_node *parent,
+                        const hx_park_name *name)
+{
+    hx_snap *s = n->snap;
+
+    s->on_disk = true;
+    s->name = *name;
+    s->from = parent != NULL ? parent->end : 0;
+    s->file_parent = parent;
+    t->stat.snaps_disk++;
+    for (hx_node *a = n; a != &t->root && a->end > s->from; a = a->parent)
+        a->file = n;
+}
+
+void hx_prefix_fill(hx_prefix_tree *t, hx_node *n, hx_blob *const *page, int64_t n_page,
+                    hx_blob *state)
+{
+    const int64_t from = n->snap->from;
+
+    for (hx_node *a = n; a != &t->root && a->end > from; a = a->parent) {
+        const int64_t i = (a->end - 1 - from) / HX_PAGE;
+
+        if (a->page < 0 && a->host == NULL && i < n_page)
+            set_host(t, a, hx_blob_ref(page[i]));
+    }
+    for (int64_t i = 0; i < n_page; i++)
+        hx_blob_unref(page[i]);
+    if (n->snap->state == NULL && state != NULL)
+        set_state(n, state);
+    else
+        hx_blob_unref(state);
+}
+
 hx_node *hx_prefix_add_disk(hx_prefix_tree *t, const hx_prefix_disk *d, int64_t used_us)
 {
     hx_node *n = d->parent != NULL ? d->parent : &t->root;
@@ -823,20 +857,15 @@ hx_node *hx_prefix_add_disk(hx_prefix_tree *t, const hx_prefix_disk *d, int64_t 
         next->used_us = HX_MAX(next->used_us, used_us);
         n = next;
     }
-    if (n == &t->root || (s = n->snap != NULL ? NULL : snap_new(t, n)) == NULL) {
+    if (n == &t->root || from % HX_PAGE != 0 ||
+        (s = n->snap != NULL ? NULL : snap_new(t, n)) == NULL) {
         prune(t, n);
         return NULL;
     }
     s->pend = d->pend;
     s->has_hidden = d->has_hidden;
     s->used_us = used_us;
-    s->on_disk = true;
-    s->name = d->name;
-    s->from = from;
-    s->file_parent = d->parent;
-    t->stat.snaps_disk++;
-    for (hx_node *a = n; a != &t->root && a->end > from; a = a->parent)
-        a->file = n;
+    hx_prefix_has_file(t, n, d->parent, &d->name);
     for (hx_node *a = n; a != NULL; a = a->parent)
         a->used_us = HX_MAX(a->used_us, used_us);
     return n;

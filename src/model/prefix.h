@@ -44,6 +44,8 @@ typedef struct {
     int32_t pend;    /* rows of the state that are pending */
     bool has_hidden; /* the last row after the last norm follows: logits can be had */
     bool hidden;     /* of a sequence that is only parked: matches nobody else's prompt */
+    bool no_file;    /* cannot be written: a page is only in a file of another branch */
+    bool reading;    /* from its file */
     bool on_disk;    /* under name; covers the nodes whose file is this one */
     int32_t pin;     /* times pinned by requests */
     int64_t used_us;
@@ -164,6 +166,13 @@ void hx_prefix_unpin(hx_prefix_tree *t, hx_node *n);
 void hx_prefix_remove(hx_prefix_tree *t, hx_node *n);
 /* n's file is no more: snapshots that cannot be read without it go. */
 void hx_prefix_lost_file(hx_prefix_tree *t, hx_node *n);
+/* n's file is there; it covers the positions from parent's end on (NULL: from 0). */
+void hx_prefix_has_file(hx_prefix_tree *t, hx_node *n, hx_node *parent,
+                        const hx_park_name *name);
+/* The pages [n_page] of n's file, and its state or NULL, are in memory; takes the
+ * references. */
+void hx_prefix_fill(hx_prefix_tree *t, hx_node *n, hx_blob *const *page, int64_t n_page,
+                    hx_blob *state);
 /* All snapshots that nobody holds, pinned ones included. */
 void hx_prefix_forget(hx_prefix_tree *t);
 /* Makes room for so many bytes of blobs. */
