@@ -13,8 +13,9 @@ typedef struct {
     const char *what; /* bench ops|decode|prefill */
     const char *prompt, *ids, *out, *positions, *json;
     const char *host, *api_key, *served_name, *cors, *device, *isa, *cpus, *kv;
+    const char *prefix, *park_dir;
     int64_t port, ctx, threads, streams, queue, n, seed;
-    uint64_t cache;
+    uint64_t cache, park_ram, park_disk;
     double temp;
     bool has_temp, has_seed, raw, tensors, verify, official, help;
 } hx_cli;

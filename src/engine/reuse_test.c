@@ -3,7 +3,9 @@
  * forgetting, cancels; memory and pages come back. */
 #include "../../tests/golden.h"
 
+#include <dirent.h>
 #include <pthread.h>
+#include <stdlib.h>
 #include <unistd.h>
 
 #include "engine/engine.h"
@@ -499,6 +501,91 @@ static void test_cancels(void **state)
     hx_close(e);
 }
 
+/* ---- disk -------------------------------------------------------------------- */
+
+static char folder[] = "/tmp/hoist-reuse-XXXXXX";
+
+static int64_t files_in_folder(bool remove_them)
+{
+    char path[512];
+    DIR *d = opendir(folder);
+    struct dirent *f;
+    int64_t n = 0;
+
+    while (d != NULL && (f = readdir(d)) != NULL)
+        if (f->d_name[0] != '.') {
+            n++;
+            snprintf(path, sizeof path, "%s/%.200s", folder, f->d_name);
+            if (remove_them)
+                unlink(path);
+        }
+    closedir(d);
+    return n;
+}
+
+/* A conversation goes on after a restart with the same bits, at its answer's end, at the
+ * end of its prompt, and before its last message; then corrupt files cost time only. */
+static void test_restart(void **state)
+{
+    const hx_options disk = { .ctx_tokens = 2048, .max_streams = 2, .park_dir = folder };
+    hx_engine *e, *cold = open_with(&(hx_options) {
+                      .ctx_tokens = 2048, .max_streams = 2, .prefix = HX_PREFIX_OFF });
+    int32_t *t = hx_new(int32_t, N_MAX);
+    answer *a = hx_new(answer, 1), *b = hx_new(answer, 1);
+    int64_t n = 1000;
+    char path[512];
+    hx_status st;
+
+    (void)state;
+    assert_non_null(mkdtemp(folder));
+    make_text(cold, t, N_MAX, 77);
+    for (int run = 0; run < 4; run++) {
+        e = open_with(&disk);
+        if (run > 0) {
+            hx_get_status(e, &st);
+            ask(e, t, n - 33 - 57, 33, a); /* the last prompt again */
+            assert_int_equal(a->end.cached, n - 33 - 57);
+            assert_same(a, b);
+        }
+        ask(e, t, n, 33, a);
+        assert_int_equal(a->end.cached, run == 0 ? 0 : n - 57 - 1);
+        ask(cold, t, n, 33, b);
+        assert_same(a, b);
+        hx_close(e);
+        memcpy(t + n, a->token, 33 * sizeof *t);
+        n += 33 + 57;
+    }
+    assert_true(files_in_folder(false) > 6);
+    /* Every file damaged somewhere: found out at open or when read. */
+    DIR *d = opendir(folder);
+    struct dirent *f;
+    uint64_t k = 0;
+    while ((f = readdir(d)) != NULL)
+        if (f->d_name[0] != '.') {
+            snprintf(path, sizeof path, "%s/%.200s", folder, f->d_name);
+            FILE *file = fopen(path, "r+");
+            fseek(file, 0, SEEK_END);
+            fseek(file, (long)(hx_rng_at(9, k++) % (uint64_t)ftell(file)), SEEK_SET);
+            const int c = fgetc(file);
+            fseek(file, -1, SEEK_CUR);
+            fputc(c ^ 1, file);
+            fclose(file);
+        }
+    closedir(d);
+    e = open_with(&disk);
+    ask(e, t, n - 33 - 57, 33, a);
+    assert_int_equal(a->end.cached, 0);
+    assert_same(a, b);
+    hx_forget(e);
+    hx_close(e);
+    assert_int_equal(files_in_folder(true), 0);
+    rmdir(folder);
+    hx_close(cold);
+    hx_free(t);
+    hx_free(a);
+    hx_free(b);
+}
+
 static void test_fit(void **state)
 {
     hx_engine *e = open_with(&(hx_options) {
@@ -525,6 +612,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_store_pin_forget),
         cmocka_unit_test(test_preempt),
         cmocka_unit_test(test_cancel_parked),
+        cmocka_unit_test(test_restart),
         cmocka_unit_test(test_cancels),
         cmocka_unit_test(test_fit),
     };
