@@ -27,6 +27,7 @@
     (60 * 1000000LL) /* a reader that takes nothing for so long is dropped */
 #define HX_PREFILL_ROWS                                                                  \
     256                   /* rows of a prefill chunk: whole blocks of the 64-token grid */
+#define HX_SNAP_MAX 8     /* of them, inside one chunk */
 #define HX_CUT_MAX  48    /* states kept on the way through one prompt */
 #define HX_SLICE_US 10000 /* prefill works so long before decode rows get their turn */
 
@@ -175,6 +176,10 @@ typedef struct hx_reuse {
     struct hx_asked *first; /* calls of other threads; under lock */
     pthread_cond_t answered;
 
+    hx_snap_at snap[HX_SNAP_MAX]; /* of the chunk between layers */
+    hx_blob *snap_blob[HX_SNAP_MAX];
+    int32_t n_snap;
+
     _Atomic int64_t pages_kept, states, ram, disk; /* for status */
 
     hx_park *park;           /* NULL: nothing goes to disk */
@@ -214,9 +219,10 @@ hx_admit hx_reuse_admit(hx_engine *e, hx_stream *s);
  * Afterwards n_done may be n_prompt: then there are logits, as after a chunk. */
 void hx_reuse_begin(hx_engine *e, hx_stream *s);
 int hx_reuse_logits(hx_engine *e, hx_stream *s, hx_err *err);
-/* How many of max rows the next chunk may have: it ends on the grid, and where a state is
- * wanted. */
+/* How many of max rows the next chunk may have: it ends on the grid. */
 int64_t hx_reuse_rows(const hx_stream *s, int64_t max);
+/* The chunk of b begins, s's only: says which states to keep on the way. */
+void hx_reuse_chunk_begin(hx_engine *e, hx_stream *s, hx_batch *b);
 /* n_done has moved on by a chunk; at the prompt's end, after its logits. */
 void hx_reuse_chunk_end(hx_engine *e, hx_stream *s);
 void hx_reuse_decoded(hx_stream *s); /* a decode row built position n_done - 1 */

@@ -63,12 +63,20 @@ int hx_reuse_open(hx_engine *e, const hx_options *opt, hx_err *err)
     return hx_reuse_disk_open(e, opt, err);
 }
 
+static void drop_snaps(hx_reuse *r)
+{
+    for (int32_t i = 0; i < r->n_snap; i++)
+        hx_blob_unref(r->snap_blob[i]);
+    r->n_snap = 0;
+}
+
 void hx_reuse_close(hx_engine *e)
 {
     hx_reuse *r = e->reuse;
 
     if (r == NULL)
         return;
+    drop_snaps(r);
     hx_reuse_disk_close(e);
     hx_prefix_close(r->tree);
     pthread_cond_destroy(&r->answered);
@@ -149,9 +157,6 @@ int64_t hx_reuse_rows(const hx_stream *s, int64_t max)
         end = s->n_prompt;
     else
         end -= end % HX_PAGE;
-    for (int32_t i = 0; i < s->n_cut; i++)
-        if (s->cut[i] > s->n_done && s->cut[i] < end)
-            end = s->cut[i];
     return end - s->n_done;
 }
 
@@ -366,6 +371,48 @@ static void pin(hx_engine *e, hx_node *n)
         hx_prefix_pin(t, n);
 }
 
+void hx_reuse_chunk_begin(hx_engine *e, hx_stream *s, hx_batch *b)
+{
+    const uint64_t bytes = hx_cache_state_bytes(e->cache, 0);
+    hx_reuse *r = e->reuse;
+
+    drop_snaps(r); /* of a chunk that failed */
+    hx_assert(b->rows.n_span == 1);
+    for (int32_t i = 0; i < s->n_cut && r->n_snap < HX_SNAP_MAX; i++) {
+        const int64_t row = s->cut[i] - s->n_done;
+        hx_blob *blob;
+
+        if (row <= 0 || row >= b->rows.n_row)
+            continue;
+        if (!hx_prefix_room(r->tree, bytes) ||
+            (blob = hx_blob_new(bytes, &r->tree->host)) == NULL)
+            break;
+        hx_cache_state_blank(e->cache, blob->p);
+        r->snap_blob[r->n_snap] = blob;
+        r->snap[r->n_snap++] = (hx_snap_at) { .row = (int32_t)row, .state = blob->p };
+    }
+    b->snap = r->snap;
+    b->n_snap = r->n_snap;
+}
+
+/* States kept inside the chunk that has just ended at n_done. */
+static void keep_snaps(hx_engine *e, hx_stream *s)
+{
+    hx_reuse *r = e->reuse;
+    const int64_t first = s->n_done - e->chunk_rows;
+
+    for (int32_t i = 0; i < r->n_snap; i++) {
+        const hx_prefix_have h = { .slot = s->slot,
+                                   .token = s->token,
+                                   .decoded = s->decoded,
+                                   .n = first + r->snap[i].row,
+                                   .state = r->snap_blob[i] };
+
+        hx_prefix_store(r->tree, &h, hx_now_us());
+    }
+    r->n_snap = 0;
+}
+
 void hx_reuse_chunk_end(hx_engine *e, hx_stream *s)
 {
     const bool at_end = s->n_done == s->n_prompt;
@@ -374,6 +421,7 @@ void hx_reuse_chunk_end(hx_engine *e, hx_stream *s)
 
     if (!leaves(e, s))
         return;
+    keep_snaps(e, s);
     for (int32_t i = 0; i < s->n_cut; i++)
         wanted |= s->cut[i] == s->n_done;
     if (!wanted ||
@@ -411,6 +459,8 @@ void hx_reuse_end(hx_engine *e, hx_stream *s, bool whole)
     }
     if (s->slot < 0)
         return;
+    if (e->chunk == s)
+        drop_snaps(e->reuse);
     if (whole && leaves(e, s) && s->n_done > s->cached)
         n = keep(e, s, NULL, false);
     hx_cache_drop(e->cache, s->slot);

@@ -449,6 +449,7 @@ static int chunk_begin(hx_engine *e, hx_stream *s, hx_err *err)
                      .id = s->token + s->n_done,
                      .rows = { .span = &e->chunk_span, .n_span = 1, .n_row = n } };
     slot->pend = 0;
+    hx_reuse_chunk_begin(e, s, &e->chunk_batch);
     return hx_graph_begin(e->prefill, &e->chunk_batch, err);
 }
 

@@ -115,6 +115,20 @@ static void set_sizes(hx_cache *c, const hx_desc *d, hx_cache_fmt fmt)
     c->ring_bytes = ring_bytes(d);
 }
 
+static void place_states(hx_cache *c)
+{
+    size_t at = 0;
+
+    for (int64_t l = 0; l < c->n_layer; l++) {
+        hx_layer_mem *m = &c->mem[l];
+
+        m->state_at = at;
+        m->kda_bytes = c->kda_bytes;
+        m->conv_bytes = c->conv_bytes;
+        at += m->kda_state.p == NULL ? c->ring_bytes : c->kda_bytes + c->conv_bytes;
+    }
+}
+
 int hx_cache_open(hx_cache **out, const hx_desc *d, hx_dev *dev, int32_t n_slot,
                   int64_t ctx_tokens, int32_t n_page, hx_cache_fmt fmt, hx_err *err)
 {
@@ -160,6 +174,7 @@ int hx_cache_open(hx_cache **out, const hx_desc *d, hx_dev *dev, int32_t n_slot,
     for (int64_t l = 0; l < d->n_layer; l++)
         if ((rc = open_layer(c, d, &c->mem[l], (hx_mixer)d->mixer[l], fmt, err)) != 0)
             goto fail;
+    place_states(c);
     *out = c;
     return 0;
 fail:
@@ -371,6 +386,13 @@ uint64_t hx_cache_state_bytes(const hx_cache *c, int32_t pend)
                    : c->kda_bytes + c->conv_bytes +
                          (uint64_t)pend * (c->kda_row_bytes + c->conv_row_bytes);
     return sum;
+}
+
+void hx_cache_state_blank(const hx_cache *c, uint8_t *state)
+{
+    for (int64_t l = 0; l < c->n_layer; l++)
+        if (c->mem[l].kda_state.p == NULL)
+            memset(state + c->mem[l].state_at, 0, c->ring_bytes);
 }
 
 static int state_move(hx_cache *c, int32_t slot, char *host, int32_t pend, bool in,

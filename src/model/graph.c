@@ -184,6 +184,8 @@ int hx_graph_begin(hx_graph *g, const hx_batch *b, hx_err *err)
     c->phase = b->phase;
     c->uniform = !hx_dev_is_host(g->dev) && b->phase == HX_PHASE_DECODE;
     c->rows = b->rows;
+    c->snap = b->snap;
+    c->n_snap = b->n_snap;
     c->rows.dev = g->span;
     c->x = g->x;
     c->y = g->y;

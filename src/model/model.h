@@ -141,7 +141,17 @@ typedef struct {
     hx_buf kda_state, kda_pend, conv_state, conv_pend;
     hx_pages latent, pool;
     hx_buf ring;
+    size_t state_at, kda_bytes, conv_bytes; /* in a kept state without pending rows, where
+                                             * a slot's kda_state and conv_state lie */
 } hx_layer_mem;
+
+/* A prefill call of one span leaves the slot's state after its first row rows in host
+ * memory, [hx_cache_state_bytes(0)]: between two blocks of the grid, without a chunk that
+ * ends there. Rings are not part of it: at a multiple of 64 no pool is half made. */
+typedef struct {
+    int32_t row; /* 0 < row < rows of the call */
+    uint8_t *state;
+} hx_snap_at;
 
 typedef struct {
     int64_t n_pos; /* positions computed, pending rows included */
@@ -205,6 +215,8 @@ int hx_cache_page_put(hx_cache *c, int32_t page, const void *in, hx_err *err);
 int hx_cache_page_copy(hx_cache *c, int32_t from, int32_t to, hx_err *err);
 /* A slot's recurrent state with its pending rows, in host memory. */
 uint64_t hx_cache_state_bytes(const hx_cache *c, int32_t pend);
+/* Zeroes what a hx_snap_at does not fill. */
+void hx_cache_state_blank(const hx_cache *c, uint8_t *state);
 int hx_cache_state_get(hx_cache *c, int32_t slot, void *out, hx_err *err);
 int hx_cache_state_put(hx_cache *c, int32_t slot, const void *in, int32_t pend,
                        hx_err *err);
@@ -218,8 +230,10 @@ typedef enum { HX_PHASE_PREFILL, HX_PHASE_DECODE } hx_phase;
 
 typedef struct {
     hx_phase phase;
-    const int32_t *id; /* [rows.n_row] */
-    hx_rows rows;      /* spans; row numbers start at 0 */
+    const int32_t *id;      /* [rows.n_row] */
+    hx_rows rows;           /* spans; row numbers start at 0 */
+    const hx_snap_at *snap; /* [n_snap] by row; borrowed as the rest */
+    int32_t n_snap;
 } hx_batch;
 
 typedef struct hx_graph hx_graph;
@@ -260,6 +274,8 @@ typedef struct {
     bool uniform; /* the same list of operations at any length, as a replayed
                    * graph needs: every row goes through the selection */
     hx_rows rows;
+    const hx_snap_at *snap;
+    int32_t n_snap;
     hx_buf x;          /* f32 [R, D] input, normalised */
     hx_buf y;          /* f32 [R, D] output */
     hx_buf a, b, c, e; /* scratch rows, each f32 [R, wide] */

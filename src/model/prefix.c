@@ -737,6 +737,9 @@ static hx_node *path_for(hx_prefix_tree *t, const hx_prefix_have *h, int64_t now
 static hx_blob *state_of(hx_prefix_tree *t, const hx_prefix_have *h)
 {
     hx_cache *c = t->cache;
+
+    if (h->state != NULL)
+        return hx_blob_ref(h->state);
     const uint64_t n = hx_cache_state_bytes(c, c->slot[h->slot].pend);
     const size_t more = h->hidden != NULL ? t->hidden_bytes : 0;
     hx_blob *b = hx_prefix_room(t, n + more) ? hx_blob_new(n + more, &t->host) : NULL;
@@ -750,7 +753,7 @@ static hx_blob *state_of(hx_prefix_tree *t, const hx_prefix_have *h)
     return b;
 }
 
-hx_node *hx_prefix_store(hx_prefix_tree *t, const hx_prefix_have *h, int64_t now)
+static hx_node *store(hx_prefix_tree *t, const hx_prefix_have *h, int64_t now)
 {
     hx_node *n = path_for(t, h, now);
     hx_snap *s;
@@ -781,9 +784,17 @@ hx_node *hx_prefix_store(hx_prefix_tree *t, const hx_prefix_have *h, int64_t now
     s->hidden =
         s->state == NULL && !s->on_disk ? h->only_parked : s->hidden && h->only_parked;
     set_state(n, state);
-    s->pend = t->cache->slot[h->slot].pend;
+    s->pend = h->state != NULL ? 0 : t->cache->slot[h->slot].pend;
     s->has_hidden = h->hidden != NULL;
     s->used_us = now;
+    return n;
+}
+
+hx_node *hx_prefix_store(hx_prefix_tree *t, const hx_prefix_have *h, int64_t now)
+{
+    hx_node *n = store(t, h, now);
+
+    hx_blob_unref(h->state);
     return n;
 }
 

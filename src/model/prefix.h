@@ -142,6 +142,8 @@ typedef struct {
     const uint64_t *decoded; /* [ceil(n / 64)] bit c % 64 of [c / 64]: position c */
     int64_t n;
     const float *hidden; /* the last row, or NULL */
+    hx_blob *state;      /* at n, when the slot has gone on since; its reference is taken.
+                          * No row is pending, hidden is NULL. NULL: the slot's */
     bool only_parked;    /* see hx_snap.hidden */
 } hx_prefix_have;
 
