@@ -214,7 +214,10 @@ typedef enum {
     HX_ADMIT_YES
 } hx_admit;
 
-hx_admit hx_reuse_admit(hx_engine *e, hx_stream *s);
+/* n_pages: to be reserved now, those of what is kept among them. */
+hx_admit hx_reuse_admit(hx_engine *e, hx_stream *s, int32_t n_pages);
+/* Pages that can still be promised: neither held nor reserved by running streams. */
+int64_t hx_reuse_pages_left(const hx_engine *e);
 /* Before the first chunk: looks again, because another request may have left more by now.
  * Afterwards n_done may be n_prompt: then there are logits, as after a chunk. */
 void hx_reuse_begin(hx_engine *e, hx_stream *s);

@@ -182,28 +182,21 @@ static hx_prefix_match find(hx_engine *e, const hx_stream *s)
                       : (hx_prefix_match) { .miss = HX_MISS_OFF };
 }
 
-/* Pages that running streams may still take: reserved for their whole length. */
-static int64_t outstanding(const hx_engine *e)
+int64_t hx_reuse_pages_left(const hx_engine *e)
 {
-    int64_t sum = 0;
+    int64_t left = e->cache->n_page - e->cache->n_held;
 
     for (int32_t i = 0; i < e->n_run; i++)
-        sum += e->run[i]->pages - e->cache->slot[e->run[i]->slot].n_page;
-    return sum;
+        left -= e->run[i]->pages - e->cache->slot[e->run[i]->slot].n_page;
+    return left;
 }
 
-static int64_t total_pages(const hx_stream *s)
+/* Are there n_pages, those of n among them? */
+static bool has_pages(const hx_engine *e, int32_t n_pages, const hx_node *n)
 {
-    return (s->n_prompt + s->max_new + HX_PAGE - 1) / HX_PAGE;
-}
+    const int32_t held = n != NULL ? hx_prefix_held(e->reuse->tree, n) : 0;
 
-/* Are there pages for all of s, those of n among them? */
-static bool has_pages(hx_engine *e, const hx_stream *s, const hx_node *n)
-{
-    const int64_t held = n != NULL ? hx_prefix_held(e->reuse->tree, n) : 0;
-    const int64_t need = total_pages(s) - held + outstanding(e);
-
-    return need <= e->cache->n_page - e->cache->n_held;
+    return n_pages - held <= hx_reuse_pages_left(e);
 }
 
 /* Pins must not keep a request waiting when nothing else does. */
@@ -265,12 +258,12 @@ static void go_on_from(hx_engine *e, hx_stream *s, const hx_prefix_match *m)
     set_cached(s, s->n_done, m->miss, m->miss == HX_MISS_NONE ? m->n : m->known);
 }
 
-static bool admit_parked(hx_engine *e, hx_stream *s)
+static bool admit_parked(hx_engine *e, hx_stream *s, int32_t n_pages)
 {
     hx_prefix_tree *t = e->reuse->tree;
     hx_node *n = s->parked;
 
-    if (!has_pages(e, s, n) || (s->slot = hx_cache_take(e->cache)) < 0)
+    if (!has_pages(e, n_pages, n) || (s->slot = hx_cache_take(e->cache)) < 0)
         return false;
     if (hx_prefix_attach(t, n, s->slot, hx_now_us(), NULL) != 0) {
         hx_cache_drop(e->cache, s->slot);
@@ -281,16 +274,17 @@ static bool admit_parked(hx_engine *e, hx_stream *s)
     return true;
 }
 
-hx_admit hx_reuse_admit(hx_engine *e, hx_stream *s)
+hx_admit hx_reuse_admit(hx_engine *e, hx_stream *s, int32_t n_pages)
 {
     hx_prefix_match m;
 
     if (s->parked != NULL)
-        return admit_parked(e, s) ? HX_ADMIT_YES : HX_ADMIT_NO;
+        return admit_parked(e, s, n_pages) ? HX_ADMIT_YES : HX_ADMIT_NO;
     m = find(e, s);
-    if (!has_pages(e, s, m.node) && e->n_run == 0 && e->reuse->tree->pinned_pages > 0)
+    if (!has_pages(e, n_pages, m.node) && e->n_run == 0 &&
+        e->reuse->tree->pinned_pages > 0)
         release_pins(e);
-    if (!has_pages(e, s, m.node))
+    if (!has_pages(e, n_pages, m.node))
         return HX_ADMIT_NO;
     if (m.node != NULL && hx_prefix_on_disk(m.node)) {
         if (hx_reuse_disk_load(e, m.node))

@@ -669,8 +669,10 @@ static void admit(hx_engine *e)
     while (e->n_wait > 0) {
         hx_stream *s = e->wait[0];
 
+        const int32_t need =
+            (int32_t)((s->n_prompt + s->max_new + HX_PAGE - 1) / HX_PAGE);
         const hx_admit got =
-            e->n_run == e->info.max_streams ? HX_ADMIT_NO : hx_reuse_admit(e, s);
+            e->n_run == e->info.max_streams ? HX_ADMIT_NO : hx_reuse_admit(e, s, need);
 
         if (got == HX_ADMIT_NO && preempt_for(e, s))
             continue;
@@ -678,8 +680,9 @@ static void admit(hx_engine *e)
             break;
         forget(e->wait, &e->n_wait, s);
         e->run[e->n_run++] = s;
-        s->pages = (int32_t)((s->n_prompt + s->max_new + HX_PAGE - 1) / HX_PAGE);
-        s->state = s->n_token > s->n_prompt ? HX_SEQ_DECODE : HX_SEQ_PREFILL;
+        s->pages = need;
+        s->state = s->n_done >= s->n_prompt && s->n_token > s->n_prompt ? HX_SEQ_DECODE
+                                                                        : HX_SEQ_PREFILL;
         pthread_mutex_lock(&e->lock);
         e->pages_reserved += s->pages;
         e->n_waiting--;
