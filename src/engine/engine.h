@@ -228,7 +228,8 @@ int64_t hx_reuse_rows(const hx_stream *s, int64_t max);
 void hx_reuse_chunk_begin(hx_engine *e, hx_stream *s, hx_batch *b);
 /* n_done has moved on by a chunk; at the prompt's end, after its logits. */
 void hx_reuse_chunk_end(hx_engine *e, hx_stream *s);
-void hx_reuse_decoded(hx_stream *s); /* a decode row built position n_done - 1 */
+void hx_reuse_decoded(hx_stream *s,
+                      int64_t n); /* decode rows built the last n of n_done */
 /* The stream leaves its slot; keep: its state is whole and may serve others. */
 void hx_reuse_end(hx_engine *e, hx_stream *s, bool keep);
 /* Moves a running stream's state aside, so that it can be admitted again and go on with the

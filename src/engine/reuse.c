@@ -428,11 +428,10 @@ void hx_reuse_chunk_end(hx_engine *e, hx_stream *s)
         pin(e, n);
 }
 
-void hx_reuse_decoded(hx_stream *s)
+void hx_reuse_decoded(hx_stream *s, int64_t n)
 {
-    const int64_t at = s->n_done - 1;
-
-    s->decoded[at / HX_PAGE] |= UINT64_C(1) << (at % HX_PAGE);
+    for (int64_t at = s->n_done - n; at < s->n_done; at++)
+        s->decoded[at / HX_PAGE] |= UINT64_C(1) << (at % HX_PAGE);
 }
 
 void hx_reuse_end(hx_engine *e, hx_stream *s, bool whole)

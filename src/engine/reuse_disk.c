@@ -8,6 +8,7 @@
 #include "engine/engine.h"
 
 #define IDLE_US      5000000  /* a conversation unused for so long is written */
+#define LOOK_US      200000   /* how often it is looked for such */
 #define RETRY_US     60000000 /* when a budget was used up */
 #define TICK_PAGES   32       /* copied per step beside running streams */
 #define DISK_DEFAULT (UINT64_C(32) << 30)
@@ -132,8 +133,10 @@ static void begin_write(hx_engine *e, int64_t idle_us)
     hx_park_head h;
     uint64_t bytes;
 
-    if (n == NULL)
+    if (n == NULL) {
+        r->retry_us = hx_now_us() + LOOK_US;
         return;
+    }
     r->write.from = file_above(n);
     head_of(r, n, &h);
     bytes = hx_park_file_bytes(r->park, &h);
@@ -232,16 +235,19 @@ static void written(hx_engine *e, const hx_park_done *d)
 {
     hx_reuse *r = e->reuse;
     hx_node *n = r->write.node;
+    const bool unwanted = r->write.unwanted;
 
     if (d->rc != 0) {
         hx_log(HX_LOG_WARN, "%s", d->err.msg);
         r->retry_us = hx_now_us() + RETRY_US;
-    } else if (r->write.unwanted || n->snap == NULL || n->snap->on_disk) {
+    } else if (unwanted || n->snap->on_disk) {
         hx_park_delete(r->park, &d->name);
     } else {
         hx_prefix_has_file(r->tree, n, r->write.from, &d->name);
     }
     end_write(r);
+    if (unwanted && n->busy == 0)
+        hx_prefix_remove(r->tree, n);
 }
 
 /* ---- reading ----------------------------------------------------------- */
@@ -267,18 +273,35 @@ static bool begin_read(hx_engine *e, hx_node *file, hx_node *target)
     return true;
 }
 
+/* Bytes of n that are not in memory; *begun: all of them are being read. */
+static uint64_t missing_bytes(const hx_engine *e, const hx_node *n, bool *begun)
+{
+    uint64_t bytes = 0;
+
+    *begun = true;
+    for (const hx_node *a = n; a->parent != NULL; a = a->parent)
+        if (a->page < 0 && a->host == NULL) {
+            bytes += e->cache->page_bytes;
+            *begun = *begun && a->file != NULL && a->file->snap->reading;
+        }
+    if (n->snap->state == NULL) {
+        bytes +=
+            hx_cache_state_bytes(e->cache, n->snap->pend) + e->reuse->tree->hidden_bytes;
+        *begun = *begun && n->snap->reading;
+    }
+    return bytes;
+}
+
 bool hx_reuse_disk_load(hx_engine *e, hx_node *n)
 {
     hx_reuse *r = e->reuse;
-    uint64_t bytes = 0;
-    bool ok;
+    bool begun, ok;
+    const uint64_t bytes = missing_bytes(e, n, &begun);
 
-    for (const hx_node *a = n; a->parent != NULL; a = a->parent)
-        bytes += a->page < 0 && a->host == NULL ? e->cache->page_bytes : 0;
-    if (n->snap->state == NULL)
-        bytes += hx_cache_state_bytes(e->cache, n->snap->pend) + r->tree->hidden_bytes;
+    if (begun)
+        return true;
     hx_prefix_busy(n, 1);
-    ok = r->n_reading > 0 || hx_prefix_room(r->tree, bytes);
+    ok = hx_prefix_room(r->tree, bytes);
     if (ok && n->snap->state == NULL)
         ok = begin_read(e, n, n);
     for (hx_node *a = n; ok && a->parent != NULL; a = a->parent)
@@ -296,15 +319,19 @@ static void was_read(hx_engine *e, hx_park_done *d)
 
     r->n_reading--;
     file->snap->reading = false;
-    if (d->rc == 0)
+    if (d->rc == 0 && file->snap->on_disk) {
         hx_prefix_fill(r->tree, file, d->page, d->n_page, d->state);
+    } else if (d->rc == 0) { /* forgotten meanwhile */
+        for (int64_t i = 0; i < d->n_page; i++)
+            hx_blob_unref(d->page[i]);
+        hx_blob_unref(d->state);
+    }
     hx_free(d->page);
     hx_prefix_busy(job->target, -1);
     hx_prefix_busy(file, -1);
     hx_free(job);
     if (d->rc != 0)
         hx_log(HX_LOG_WARN, "%s", d->err.msg);
-    /* Corrupt or gone; or forgotten meanwhile, and of no use without its state. */
     if (d->rc != 0 && file->snap->on_disk) {
         if (d->rc != HX_EFORMAT)
             hx_park_delete(r->park, &d->name);

@@ -330,7 +330,7 @@ static int32_t decode_step(hx_engine *e)
 
         slot->n_pos = ++s->n_done;
         slot->pend = 1;
-        hx_reuse_decoded(s);
+        hx_reuse_decoded(s, 1);
     }
     choose(e, hx_graph_logits(e->decode), e->row_of, n);
     return n;
