@@ -91,7 +91,9 @@ struct hx_stream {
     int64_t cut[HX_CUT_MAX];              /* positions where prefill leaves a state */
     int32_t n_cut;
     bool planned;    /* cut is filled: prefill has begun */
-    float *last_row; /* [D] after the last norm, when all of the prompt was kept */
+    float *last_row; /* [D] of the prompt, after the last norm: of what was kept, or to
+                      * be kept with the state that is due */
+    bool state_due;  /* the prompt has been read; its state is not kept yet */
 
     /* under engine->lock */
     hx_out_token *ring; /* [HX_RING_TOKENS] */
@@ -171,7 +173,6 @@ typedef struct hx_reuse {
     hx_prefix mode;
     uint64_t ram_bytes, disk_bytes;
     int32_t role[8], n_role; /* ids that open a message */
-    float *hidden;           /* [D] */
 
     struct hx_asked *first; /* calls of other threads; under lock */
     pthread_cond_t answered;
@@ -228,6 +229,8 @@ int64_t hx_reuse_rows(const hx_stream *s, int64_t max);
 void hx_reuse_chunk_begin(hx_engine *e, hx_stream *s, hx_batch *b);
 /* n_done has moved on by a chunk; at the prompt's end, after its logits. */
 void hx_reuse_chunk_end(hx_engine *e, hx_stream *s);
+/* Before decode rows: keeps the states of prompts just read, whose first token is out. */
+void hx_reuse_settle(hx_engine *e);
 void hx_reuse_decoded(hx_stream *s,
                       int64_t n); /* decode rows built the last n of n_done */
 /* The stream leaves its slot; keep: its state is whole and may serve others. */

@@ -45,7 +45,6 @@ static uint64_t default_ram_bytes(void)
 
 int hx_reuse_open(hx_engine *e, const hx_options *opt, hx_err *err)
 {
-    const size_t hidden = (size_t)e->model->desc.width * sizeof(float);
     hx_reuse *r = e->reuse = hx_new(hx_reuse, 1);
     int rc;
 
@@ -54,10 +53,9 @@ int hx_reuse_open(hx_engine *e, const hx_options *opt, hx_err *err)
     pthread_cond_init(&r->answered, NULL);
     r->mode = opt->prefix;
     r->ram_bytes = opt->park_ram_bytes != 0 ? opt->park_ram_bytes : default_ram_bytes();
-    if ((r->hidden = hx_alloc(hidden)) == NULL)
-        return hx_fail(err, HX_ENOMEM, "kept prefixes: no memory");
     find_roles(r, e);
-    if ((rc = hx_prefix_open(&r->tree, e->cache, r->ram_bytes, hidden, err)) != 0 ||
+    if ((rc = hx_prefix_open(&r->tree, e->cache, r->ram_bytes,
+                             (size_t)e->model->desc.width * sizeof(float), err)) != 0 ||
         opt->park_dir == NULL || opt->prefix == HX_PREFIX_OFF)
         return rc;
     return hx_reuse_disk_open(e, opt, err);
@@ -80,7 +78,6 @@ void hx_reuse_close(hx_engine *e)
     hx_reuse_disk_close(e);
     hx_prefix_close(r->tree);
     pthread_cond_destroy(&r->answered);
-    hx_free(r->hidden);
     hx_free(r);
     e->reuse = NULL;
 }
@@ -227,15 +224,25 @@ static void take_phases(hx_stream *s, const hx_node *n)
         s->decoded[(n->end - 1) / HX_PAGE] = n->decoded;
 }
 
-/* Keeps n's hidden row with s: n may go before it is used. */
-static bool take_last_row(hx_engine *e, hx_stream *s, const hx_node *n)
+static size_t row_bytes(const hx_engine *e)
 {
-    const size_t bytes = (size_t)e->model->desc.width * sizeof(float);
+    return (size_t)e->model->desc.width * sizeof(float);
+}
 
-    if (s->last_row == NULL && (s->last_row = hx_alloc(bytes)) == NULL)
+static bool has_last_row(const hx_engine *e, hx_stream *s)
+{
+    if (s->last_row == NULL)
+        s->last_row = hx_alloc(row_bytes(e));
+    return s->last_row != NULL;
+}
+
+/* Keeps n's hidden row with s: n may go before it is used. */
+static bool take_last_row(const hx_engine *e, hx_stream *s, const hx_node *n)
+{
+    if (!has_last_row(e, s))
         return false;
     memcpy(s->last_row, n->snap->state->p + hx_cache_state_bytes(e->cache, n->snap->pend),
-           bytes);
+           row_bytes(e));
     return true;
 }
 
@@ -409,23 +416,38 @@ static void keep_snaps(hx_engine *e, hx_stream *s)
 
 void hx_reuse_chunk_end(hx_engine *e, hx_stream *s)
 {
-    const bool at_end = s->n_done == s->n_prompt;
-    bool wanted = at_end;
-    hx_node *n;
-
     if (!leaves(e, s))
         return;
     keep_snaps(e, s);
+    if (s->n_done == s->n_prompt) {
+        s->state_due = has_last_row(e, s) &&
+                       hx_dev_get(e->dev, s->last_row, hx_graph_hidden(e->prefill),
+                                  row_bytes(e), NULL) == 0;
+        return;
+    }
     for (int32_t i = 0; i < s->n_cut; i++)
-        wanted |= s->cut[i] == s->n_done;
-    if (!wanted ||
-        (at_end && hx_dev_get(e->dev, e->reuse->hidden, hx_graph_hidden(e->prefill),
-                              (size_t)e->model->desc.width * sizeof(float), NULL) != 0))
+        if (s->cut[i] == s->n_done)
+            keep(e, s, NULL, false);
+}
+
+/* The state at the prompt's end, which the slot still has. */
+static void settle(hx_engine *e, hx_stream *s)
+{
+    hx_node *n;
+
+    if (!s->state_due)
         return;
-    if ((n = keep(e, s, at_end ? e->reuse->hidden : NULL, false)) == NULL)
-        return;
-    if (at_end && s->req.pin)
+    s->state_due = false;
+    hx_assert(s->n_done == s->n_prompt);
+    n = keep(e, s, s->last_row, false);
+    if (n != NULL && s->req.pin)
         pin(e, n);
+}
+
+void hx_reuse_settle(hx_engine *e)
+{
+    for (int32_t i = 0; i < e->n_run; i++)
+        settle(e, e->run[i]);
 }
 
 void hx_reuse_decoded(hx_stream *s, int64_t n)
@@ -454,6 +476,8 @@ void hx_reuse_end(hx_engine *e, hx_stream *s, bool whole)
         return;
     if (e->chunk == s)
         drop_snaps(e->reuse);
+    if (whole)
+        settle(e, s);
     if (whole && leaves(e, s) && s->n_done > s->cached)
         n = keep(e, s, NULL, false);
     hx_cache_drop(e->cache, s->slot);
@@ -468,6 +492,7 @@ bool hx_reuse_park(hx_engine *e, hx_stream *s)
     hx_prefix_tree *t = e->reuse->tree;
     hx_node *n;
 
+    settle(e, s);
     if (s->n_token == s->n_prompt && s->n_done == s->cached) { /* nothing to lose */
         s->n_done = 0;
         s->planned = false;

@@ -291,6 +291,7 @@ static int32_t decode_step(hx_engine *e)
     int32_t n = 0;
     int rc;
 
+    hx_reuse_settle(e);
     for (int32_t i = 0; i < e->n_run; i++) {
         hx_stream *s = e->run[i];
         hx_slot *slot = &e->cache->slot[s->slot];

@@ -477,7 +477,8 @@ void hx_prefix_reclaim(hx_prefix_tree *t, int32_t n)
 
         if (a == NULL)
             continue;
-        if (a->host == NULL && a->file == NULL && !park_page(t, a)) {
+        /* A busy one is about to be used: its file will not do. */
+        if (a->host == NULL && (a->file == NULL || a->busy > 0) && !park_page(t, a)) {
             if (a->busy == 0)
                 drop_branch(t, a);
             continue;

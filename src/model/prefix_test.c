@@ -173,6 +173,114 @@ static void phases_of(text *x, const hx_node *n)
         x->decoded[(n->end - 1) / HX_PAGE] = n->decoded;
 }
 
+/* ---- files, in memory -------------------------------------------------------- */
+
+#define N_FILE 4000
+
+typedef struct {
+    hx_blob *page[CTX / HX_PAGE], *state;
+    int64_t n_page;
+    bool lost;
+} fake_file;
+
+static fake_file files[N_FILE];
+static int64_t n_file, n_loads;
+
+static int64_t file_of(const hx_node *n)
+{
+    int64_t i;
+
+    memcpy(&i, n->snap->name.b, sizeof i);
+    assert_false(files[i].lost);
+    return i;
+}
+
+/* Writes the first unwritten snapshot of a random one's path, if its pages are in memory. */
+static void write_some(rig *r, uint64_t seed)
+{
+    const hx_node *root = &r->tree->root;
+    hx_node *n = r->tree->snap, *from = NULL, *top = NULL;
+    fake_file *f = &files[n_file];
+
+    for (uint64_t skip = seed % 7; n != NULL && skip > 0; skip--)
+        n = n->snap->next;
+    for (; n != NULL && n != root; n = n->parent)
+        if (n->snap != NULL && n->snap->state != NULL && !n->snap->on_disk)
+            top = n;
+    if (top == NULL || n_file == N_FILE)
+        return;
+    for (hx_node *a = top->parent; a != root && from == NULL; a = a->parent)
+        if (a->snap != NULL && a->snap->on_disk)
+            from = a;
+    for (hx_node *a = top; a != root && a != from; a = a->parent)
+        if (a->page < 0 && a->host == NULL)
+            return;
+    for (hx_node *a = top; a != root && a != from; a = a->parent) {
+        const int64_t at = (a->end - 1 - (from != NULL ? from->end : 0)) / HX_PAGE;
+        hx_blob *b = f->page[at] = hx_blob_new(r->cache->page_bytes, NULL);
+
+        f->n_page = HX_MAX(f->n_page, at + 1);
+        if (a->host != NULL)
+            memcpy(b->p, a->host->p, b->n);
+        else
+            assert_int_equal(hx_cache_page_get(r->cache, a->page, b->p, NULL), 0);
+    }
+    f->state = hx_blob_new(top->snap->state->n, NULL);
+    memcpy(f->state->p, top->snap->state->p, f->state->n);
+    hx_park_name name = { { 0 } };
+    memcpy(name.b, &n_file, sizeof n_file);
+    n_file++;
+    hx_prefix_has_file(r->tree, top, from, &name);
+}
+
+static void lose_some(rig *r, uint64_t seed)
+{
+    hx_node *n = r->tree->snap;
+
+    for (uint64_t skip = seed % 5; n != NULL && (skip > 0 || !n->snap->on_disk);
+         n = n->snap->next)
+        skip -= skip > 0;
+    if (n == NULL)
+        return;
+    files[file_of(n)].lost = true;
+    hx_prefix_lost_file(r->tree, n);
+}
+
+static void load_file(rig *r, hx_node *n, bool state)
+{
+    const fake_file *f = &files[file_of(n)];
+    hx_blob *page[CTX / HX_PAGE], *copy = NULL;
+
+    for (int64_t i = 0; i < f->n_page; i++) {
+        page[i] = hx_blob_new(f->page[i]->n, &r->tree->host);
+        memcpy(page[i]->p, f->page[i]->p, f->page[i]->n);
+    }
+    if (state) {
+        copy = hx_blob_new(f->state->n, &r->tree->host);
+        memcpy(copy->p, f->state->p, f->state->n);
+    }
+    hx_prefix_fill(r->tree, n, page, f->n_page, copy);
+    n_loads++;
+}
+
+/* All of n into memory; false: no room. */
+static bool load(rig *r, hx_node *n)
+{
+    hx_prefix_busy(n, 1);
+    const bool ok =
+        hx_prefix_room(r->tree, (uint64_t)(n->end / 64 + 1) * r->cache->page_bytes +
+                                    hx_cache_state_bytes(r->cache, 1));
+    if (ok && n->snap->state == NULL)
+        load_file(r, n, true);
+    for (hx_node *a = n; ok && a->parent != NULL; a = a->parent)
+        if (a->page < 0 && a->host == NULL) {
+            assert_non_null(a->file);
+            load_file(r, a->file, false);
+        }
+    hx_prefix_busy(n, -1);
+    return ok;
+}
+
 /* One request: find, attach, compute the rest, keep some states on the way. Returns how
  * many were found. */
 static int64_t serve(rig *r, text *x, bool strict, kept *list, int32_t *n_list,
@@ -180,13 +288,17 @@ static int64_t serve(rig *r, text *x, bool strict, kept *list, int32_t *n_list,
 {
     static const float hidden[4] = { 1, 2, 3, 4 };
     const hx_prefix_query q = { x->token, x->n, strict };
-    const hx_prefix_match m = hx_prefix_find(r->tree, &q);
+    hx_prefix_match m = hx_prefix_find(r->tree, &q);
     const int32_t slot = hx_cache_take(r->cache);
     const int64_t answer = HX_MIN(CTX - x->n, (int64_t)(hx_rng_at(seed, 2) % 80));
     int64_t at = m.n;
     hx_err err = { 0 };
 
     assert_true(slot >= 0);
+    if (m.node != NULL && hx_prefix_on_disk(m.node) && !load(r, m.node)) {
+        m.node = NULL;
+        at = m.n = 0;
+    }
     phases_of(x, m.node);
     if (m.node != NULL) {
         if (hx_prefix_attach(r->tree, m.node, slot, hx_now_us(), &err) != 0)
@@ -281,6 +393,51 @@ static void test_little_room(void **state)
                (long long)r.tree->stat.parked, (long long)r.tree->stat.restored);
         assert_true(rooms[i] != 400000 || r.tree->stat.restored > 50);
         rig_close(&r);
+        hx_free(list);
+    }
+}
+
+/* The same with files that come and go. */
+static void test_files(void **state)
+{
+    (void)state;
+    for (uint64_t round = 0; round < 3; round++) {
+        kept *list = hx_new(kept, 3000);
+        int32_t n = 0;
+        uint64_t seed = 7000 * (round + 1);
+        int64_t hits = 0;
+        text x;
+        rig r;
+
+        rig_open(&r, CTX / HX_PAGE + 6, 60000 + 40000 * round);
+        for (int k = 0; k < 600; k++) {
+            const uint64_t dice = hx_rng_at(seed, 77);
+
+            make_text(&x, list, n, &seed);
+            const int64_t most = best_of(list, n, &x, false);
+            const int64_t got = serve(&r, &x, false, list, &n, seed + 1000000);
+            assert_true(got <= most);
+            hits += got > 0;
+            for (uint64_t i = dice % 4; i > 0; i--)
+                write_some(&r, dice >> (8 * i));
+            if ((dice >> 40) % 8 == 0)
+                lose_some(&r, dice >> 44);
+            if (k == 400)
+                hx_prefix_forget(r.tree);
+        }
+        printf("%lld of 600 found something, %lld files, %lld read; %lld states, %lld on "
+               "disk\n",
+               (long long)hits, (long long)n_file, (long long)n_loads,
+               (long long)r.tree->stat.snaps, (long long)r.tree->stat.snaps_disk);
+        assert_true(n_loads > 20);
+        rig_close(&r);
+        for (int64_t i = 0; i < n_file; i++) {
+            for (int64_t j = 0; j < files[i].n_page; j++)
+                hx_blob_unref(files[i].page[j]);
+            hx_blob_unref(files[i].state);
+        }
+        memset(files, 0, sizeof files);
+        n_file = n_loads = 0;
         hx_free(list);
     }
 }
@@ -426,8 +583,11 @@ static void test_thinning(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_finds_the_best), cmocka_unit_test(test_little_room),
-        cmocka_unit_test(test_leases),         cmocka_unit_test(test_why),
+        cmocka_unit_test(test_finds_the_best),
+        cmocka_unit_test(test_little_room),
+        cmocka_unit_test(test_files),
+        cmocka_unit_test(test_leases),
+        cmocka_unit_test(test_why),
         cmocka_unit_test(test_thinning),
     };
 
