@@ -236,7 +236,7 @@ void hx_reuse_decoded(hx_stream *s,
 /* The stream leaves its slot; keep: its state is whole and may serve others. */
 void hx_reuse_end(hx_engine *e, hx_stream *s, bool keep);
 /* Moves a running stream's state aside, so that it can be admitted again and go on with the
- * same bits. False: no room. Its slot is gone then, else nothing has changed. */
+ * same bits; its slot is gone then. False: no room; it still has all it had. */
 bool hx_reuse_park(hx_engine *e, hx_stream *s);
 /* Once per step: what other threads ask for, writing to disk. */
 void hx_reuse_tick(hx_engine *e);
