@@ -192,6 +192,7 @@ typedef struct hx_reuse {
         hx_blob **page;       /* [n_page] */
         int64_t n_page, n_have;
         bool queued, unwanted; /* with the thread; forgotten meanwhile */
+        bool has_hidden;       /* the state that is written has its last row */
     } write;
 } hx_reuse;
 

@@ -184,6 +184,7 @@ static bool queue_write(hx_engine *e)
     bool ok = false;
 
     head_of(r, n, &h);
+    r->write.has_hidden = h.has_hidden;
     token = hx_new(int32_t, h.n - h.from);
     decoded = hx_new(uint64_t, r->write.n_page);
     if (token != NULL && decoded != NULL) {
@@ -240,7 +241,8 @@ static void written(hx_engine *e, const hx_park_done *d)
     if (d->rc != 0) {
         hx_log(HX_LOG_WARN, "%s", d->err.msg);
         r->retry_us = hx_now_us() + RETRY_US;
-    } else if (unwanted || n->snap->on_disk) {
+    } else if (unwanted || n->snap->on_disk ||
+               n->snap->has_hidden != r->write.has_hidden) { /* replaced meanwhile */
         hx_park_delete(r->park, &d->name);
     } else {
         hx_prefix_has_file(r->tree, n, r->write.from, &d->name);
