@@ -32,7 +32,7 @@ CFLAGS  := -std=c11 -D_GNU_SOURCE $(OPT) -ffp-contract=off -fno-math-errno -pthr
            -Iinclude -Isrc -I$(BUILD)/gen -isystem /usr/share/include/llhttp -MMD -MP \
            $(if $(SAN),-fsanitize=$(SAN) -fno-omit-frame-pointer)
 LDFLAGS := -pthread $(if $(SAN),-fsanitize=$(SAN))
-LIBS    := -luv -ljson-c -lpcre2-8 -lutf8proc -lm
+LIBS    := -luv -ljson-c -lpcre2-8 -lutf8proc -lxxhash -lcrypto -lm
 
 # GPU code comes along where nvcc is; the runtime is linked in and finds the driver when
 # the program runs. Plain builds carry machine code for Hopper, and PTX for the others.
@@ -185,7 +185,7 @@ scorecard: deps-test
 	@tests/scorecard.sh $(BUILD)
 
 # One file that needs only glibc, with machine code for every GPU that it runs on.
-STATIC_LIBS := -Wl,-Bstatic -luv_a -ljson-c -lpcre2-8 -lutf8proc $(TLS_LIBS) $(if $(CUDA_LIBS),$(CUDA_LIBS) -lstdc++) \
+STATIC_LIBS := -Wl,-Bstatic -luv_a -ljson-c -lpcre2-8 -lutf8proc -lxxhash $(if $(TLS_LIBS),$(TLS_LIBS),-lcrypto) $(if $(CUDA_LIBS),$(CUDA_LIBS) -lstdc++) \
                -Wl,-Bdynamic -ldl -lrt -lm
 portable: deps
 	@$(MAKE) --no-print-directory PORTABLE=-portable build/hoist-portable

@@ -249,6 +249,19 @@ typedef struct {
     float logprob;
 } hx_choice;
 
+/* Why not more of a prompt was taken from what earlier requests left; hx_event.miss_pos
+ * says from which token on. */
+typedef enum {
+    HX_MISS_NONE,     /* all of it was */
+    HX_MISS_NEW,      /* nothing kept goes on from there: a new prompt, or a new turn */
+    HX_MISS_DIFFERS,  /* what is kept has another token there */
+    HX_MISS_EVICTED,  /* it was kept, but memory was short */
+    HX_MISS_NO_STATE, /* pages are known further on, no state to go on from is */
+    HX_MISS_OFF       /* prefix off, or a request that does not ask */
+} hx_miss;
+
+const char *hx_miss_name(hx_miss m); /* "new", "differs", "evicted", "no state", "off" */
+
 /* Times are microseconds of hx_now_us(); 0 where not reached. */
 typedef struct {
     int64_t queued_us, started_us, first_us, done_us;
@@ -270,7 +283,9 @@ typedef struct {
     int64_t prompt, cached, generated; /* tokens, so far */
     int64_t prefilled;                 /* of prompt */
     int64_t queue;                     /* requests ahead of this one; 0 when it runs */
-    int64_t eta_ms; /* to the first token, from measured rates; -1: not known */
+    int64_t eta_ms;   /* to the first token, from measured rates; -1: not known */
+    int64_t miss_pos; /* first token that could not be had, by miss */
+    hx_miss miss;
     hx_times times;
     hx_err err; /* when ERROR */
 } hx_event;
@@ -316,14 +331,34 @@ typedef struct {
 
 int hx_score(hx_engine *e, const hx_score_args *a, hx_err *err);
 
+/* ---- kept prefixes ---------------------------------------------------- */
+
+/* Lets go of what a request with pin kept: its prompt. Errors: HX_EARG: there is none. */
+int hx_unpin(hx_engine *e, const int32_t *tokens, int64_t n, hx_err *err);
+
+/* Drops every kept prefix, pinned and on disk too, but for what running requests use.
+ * Returns how many states went. */
+int64_t hx_forget(hx_engine *e);
+
+/* How many conversations of n_tokens can be kept, each ready to go on: with their pages in
+ * sequence memory, in host memory beside those, and on disk. */
+typedef struct {
+    int64_t here, in_ram, on_disk;
+} hx_fit;
+
+hx_fit hx_cache_fit(hx_engine *e, int64_t n_tokens);
+
 /* ---- observation ----------------------------------------------------- */
 
 typedef struct {
     int64_t running, waiting;  /* requests now */
     int64_t pages, pages_used; /* sequence memory, 64-token pages */
-    int64_t steps;             /* engine steps so far: moves while it works */
-    int64_t preempted;         /* times that a running request gave its memory back */
-    int64_t wait_ms;           /* that one more request would wait, from measured times */
+    int64_t pages_kept;        /* of pages: only for later requests, given up on demand */
+    int64_t states;            /* kept states, those on disk too */
+    uint64_t ram_bytes, disk_bytes; /* of states and parked pages */
+    int64_t steps;                  /* engine steps so far: moves while it works */
+    int64_t preempted; /* times that a running request gave its memory back */
+    int64_t wait_ms;   /* that one more request would wait, from measured times */
     double prefill_rate,
         decode_rate;      /* tokens per second of work on them; 0: not known */
     const char *fault;    /* NULL, or why answers cannot be had or trusted now: "stalled",

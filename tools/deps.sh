@@ -9,7 +9,7 @@ want() { dpkg-query -W -f='${Status}' "$1" 2>/dev/null | grep -q 'ok installed' 
 command -v gcc >/dev/null 2>&1 || need="$need gcc"
 command -v make >/dev/null 2>&1 || need="$need make"
 if command -v dpkg-query >/dev/null 2>&1; then
-    for p in libc6-dev libuv1-dev node-llhttp libjson-c-dev libpcre2-dev libutf8proc-dev libssl-dev; do
+    for p in libc6-dev libuv1-dev node-llhttp libjson-c-dev libpcre2-dev libutf8proc-dev libxxhash-dev libssl-dev; do
         want "$p"
     done
     if [ "${1:-}" = test ]; then

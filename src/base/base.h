@@ -208,15 +208,20 @@ void hx_pool_set_spin(hx_pool *p, int64_t spin_us);
     X(step_busy_us_total, "counter", "Microseconds the engine thread worked.")           \
     X(requests_stop_total, "counter", "Answers that ended by themselves.")               \
     X(requests_length_total, "counter", "Answers that ended at their limit.")            \
-    X(preemptions_total, "counter", "Running requests that gave their memory back.")     \
-    X(prefix_query_tokens_total, "counter", "Prompt tokens looked up in kept prefixes.") \
-    X(prefix_hit_tokens_total, "counter", "Prompt tokens found in kept prefixes.")       \
     X(canaries_total, "counter", "Checks of the known answer.")                          \
     X(canaries_failed_total, "counter", "Checks that found another answer.")             \
     X(stalls_total, "counter", "Times that work made no progress.")                      \
     X(degenerate_total, "counter",                                                       \
       "Answers stopped for logits that were no numbers or "                              \
       "did not change.")                                                                 \
+    X(prefix_queries_total, "counter", "Prompt tokens looked up among kept prefixes.")   \
+    X(prefix_hits_total, "counter", "Of these, tokens that needed no computing.")        \
+    X(pages_parked_total, "counter", "Pages moved to host memory.")                      \
+    X(pages_restored_total, "counter", "Pages moved back from host memory or disk.")     \
+    X(pages_evicted_total, "counter", "Kept pages given up.")                            \
+    X(park_written_bytes_total, "counter", "Bytes of states and pages written to disk.") \
+    X(park_disk_bytes, "gauge", "Bytes that kept states and pages take on disk.")        \
+    X(preemptions_total, "counter", "Running requests parked for others.")               \
     X(expert_rows_total, "counter", "Rows computed by routed experts.")                  \
     X(http_requests_total, "counter", "HTTP requests read.")                             \
     X(http_errors_total, "counter", "HTTP answers with a status of 400 and above.")      \

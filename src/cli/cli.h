@@ -26,8 +26,8 @@ typedef struct {
     bool has_share, no_canary, quiet, log_prompts;
     int64_t key_streams, key_queue;
     int64_t port, ctx, threads, streams, queue, n, seed;
-    uint64_t cache, vram, ram;
-    const char *mode, *expert_us;
+    uint64_t cache, vram, ram, park_ram, park_disk;
+    const char *mode, *expert_us, *prefix, *park_dir;
     double temp;
     bool has_temp, has_seed, raw, tensors, verify, official, write, help;
 } hx_cli;

@@ -112,6 +112,18 @@ static const option options[] = {
       OPT_SIZE, AT(cache), 0, ENGINE, 0, 0 },
     { "--kv", "bf16|f32", "how attention memory is kept (bf16)", OPT_STR, AT(kv), 0,
       ENGINE, 0, 0 },
+    { "--prefix", "reuse|strict|off",
+      "go on from what earlier requests left; strict: only from what was read as a "
+      "prompt "
+      "(reuse)",
+      OPT_STR, AT(prefix), 0, SERVE | CHAT, 0, 0 },
+    { "--park-ram", "SIZE",
+      "host memory for kept states and parked pages (an eighth of it, at most 16GiB)",
+      OPT_SIZE, AT(park_ram), 0, SERVE | CHAT, 0, 0 },
+    { "--park-dir", "DIR", "idle conversations are also kept here, over restarts",
+      OPT_STR, AT(park_dir), 0, SERVE | CHAT, 0, 0 },
+    { "--park-disk", "SIZE", "most that --park-dir may hold (32GiB)", OPT_SIZE,
+      AT(park_disk), 0, SERVE | CHAT, 0, 0 },
     { "--threads", "N", "compute threads (one per CPU this process may use)", OPT_INT,
       AT(threads), 0, ENGINE, 1, 1024 },
     { "--cpus", "LIST", "CPUs to pin them to, like 0-7,16", OPT_STR, AT(cpus), 0, ENGINE,
@@ -469,6 +481,9 @@ int cli_open_engine(hx_engine **out, const hx_cli *c, hx_load_fn *also, void *ud
                        .client_queue = c->key_queue,
                        .dump_dir = c->dump_dir,
                        .record = c->record,
+                       .park_ram_bytes = c->park_ram,
+                       .park_dir = c->park_dir,
+                       .park_disk_bytes = c->park_disk,
                        .on_load = on_load,
                        .on_load_ud = &view };
     hx_err err = { 0 };
@@ -484,6 +499,10 @@ int cli_open_engine(hx_engine **out, const hx_cli *c, hx_load_fn *also, void *ud
                 c->expert_us);
         return 2;
     }
+    if (c->prefix != NULL)
+        opt.prefix = strcmp(c->prefix, "off") == 0      ? HX_PREFIX_OFF
+                     : strcmp(c->prefix, "strict") == 0 ? HX_PREFIX_STRICT
+                                                        : HX_PREFIX_REUSE;
     if (hx_open(out, &opt, &err) != 0)
         return cli_fail(&err);
     return 0;
@@ -530,6 +549,12 @@ int main(int argc, char **argv)
         return 2;
     }
     c.no_canary = c.no_canary || cmd->bit != SERVE;
+    if (c.prefix != NULL && strcmp(c.prefix, "reuse") != 0 &&
+        strcmp(c.prefix, "strict") != 0 && strcmp(c.prefix, "off") != 0) {
+        fprintf(stderr, "hoist: --prefix: \"%.40s\", expected reuse, strict or off\n",
+                c.prefix);
+        return 2;
+    }
     if (c.model == NULL && (cmd->bit & (SERVE | CHAT | BENCH)) != 0)
         c.model = demo_model(demo, sizeof demo);
     if (c.model == NULL && cmd->bit != CONNECT) {

@@ -374,7 +374,7 @@ static int open_rest(hx_engine *e, const hx_options *opt, hx_err *err)
     if (!e->wait || !e->prompt || !e->costs.layer || !e->run || !e->row_of || !e->row ||
         !e->span || !e->id || !e->score_logit || !e->score_hidden)
         return hx_fail(err, HX_ENOMEM, "engine: no memory for its tables");
-    if ((rc = hx_health_open(e, opt, err)) != 0)
+    if ((rc = hx_reuse_open(e, opt, err)) != 0 || (rc = hx_health_open(e, opt, err)) != 0)
         return rc;
     if (pthread_create(&e->thread, NULL, hx_sched_run, e) != 0)
         return hx_fail(err, HX_EIO, "engine: the system refuses another thread");
@@ -435,6 +435,7 @@ void hx_close(hx_engine *e)
         pthread_join(e->thread, NULL);
     }
     hx_health_close(e);
+    hx_reuse_close(e);
     hx_graph_close(e->decode);
     hx_graph_close(e->prefill);
     hx_cache_close(e->cache);
@@ -676,8 +677,9 @@ static bool alloc_stream(hx_stream *s, int64_t n_top)
         (s->ev_top = hx_new(hx_choice, (size_t)(HX_RING_TOKENS * n_top))) == NULL)
         return false;
     s->token = hx_new(int32_t, s->n_prompt + s->max_new);
-    return s->ring && s->ring_bytes && s->ev_token && s->ev_end && s->ev_logprob &&
-           s->ev_bytes && s->token;
+    s->decoded = hx_new(uint64_t, (s->n_prompt + s->max_new) / HX_PAGE + 1);
+    return s->decoded && s->ring && s->ring_bytes && s->ev_token && s->ev_end &&
+           s->ev_logprob && s->ev_bytes && s->token;
 }
 
 void hx_engine_wake_reader(hx_stream *s)
@@ -701,6 +703,8 @@ void hx_engine_stream_destroy(hx_stream *s)
     hx_free(s->ev_bytes);
     hx_free(s->ev_top);
     hx_free(s->token);
+    hx_free(s->decoded);
+    hx_free(s->last_row);
     hx_arena_reset(&s->arena);
     pthread_cond_destroy(&s->cond);
     hx_free(s);
@@ -861,7 +865,9 @@ static int64_t eta_ms(const hx_stream *s)
 static void fill_common(const hx_stream *s, hx_event *ev)
 {
     ev->prompt = s->n_prompt;
-    ev->cached = 0;
+    ev->cached = s->cached;
+    ev->miss = s->miss;
+    ev->miss_pos = s->miss_pos;
     ev->generated = s->generated;
     ev->prefilled = s->prefilled;
     ev->queue = s->queue;
@@ -1063,6 +1069,7 @@ void hx_get_status(hx_engine *e, hx_status *out)
                          .preempted = e->preempted,
                          .prefill_rate = e->prefill_rate,
                          .decode_rate = e->decode_rate };
+    hx_reuse_status(e, out);
     if (e->n_waiting > 0 || e->n_running >= e->info.max_streams)
         out->wait_ms = (int64_t)(hx_sched_wait_us(e, e->n_waiting + 1) / 1e3);
     text = hx_health_fault(e, &out->fault);
@@ -1114,9 +1121,9 @@ static void write_vllm(hx_sb *b, const hx_engine *e, const hx_status *st)
           (double)st->pages_used / (double)HX_MAX(st->pages, 1) },
         { "num_preemptions_total", "counter", "", (double)st->preempted },
         { "prefix_cache_queries_total", "counter", "",
-          (double)hx_counted(HX_C_prefix_query_tokens_total) },
+          (double)hx_counted(HX_C_prefix_queries_total) },
         { "prefix_cache_hits_total", "counter", "",
-          (double)hx_counted(HX_C_prefix_hit_tokens_total) },
+          (double)hx_counted(HX_C_prefix_hits_total) },
         { "prompt_tokens_total", "counter", "",
           (double)hx_counted(HX_C_prompt_tokens_total) },
         { "generation_tokens_total", "counter", "",
@@ -1157,6 +1164,11 @@ int64_t hx_metrics(hx_engine *e, char *out, int64_t cap)
     gauge(&b, "requests_waiting", "Requests waiting for a place.", st.waiting);
     gauge(&b, "pages_total", "Pages of sequence memory, 64 tokens each.", st.pages);
     gauge(&b, "pages_used", "Pages reserved by running requests.", st.pages_used);
+    gauge(&b, "pages_kept", "Pages kept for later requests, given up on demand.",
+          st.pages_kept);
+    gauge(&b, "prefix_states", "Kept states.", st.states);
+    gauge(&b, "park_ram_bytes", "Host memory of kept states and parked pages.",
+          (int64_t)st.ram_bytes);
     gauge(&b, "context_tokens", "Longest sequence.", e->info.ctx_tokens);
     gauge(&b, "resident_memory_bytes", "Memory of the process, mapped weights included.",
           (int64_t)hx_sys_rss_bytes());

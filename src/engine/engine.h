@@ -27,7 +27,9 @@
 #define HX_STALL_US                                                                      \
     (60 * 1000000LL) /* a reader that takes nothing for so long is dropped */
 #define HX_PREFILL_ROWS                                                                  \
-    256 /* rows of a prefill chunk: whole blocks of the 64-token grid */
+    256                   /* rows of a prefill chunk: whole blocks of the 64-token grid */
+#define HX_SNAP_MAX    8  /* of them, inside one chunk */
+#define HX_CUT_MAX     48 /* states kept on the way through one prompt */
 #define HX_MARGIN      256 /* tokens of answer that a request gets memory for when it starts */
 #define HX_PROGRESS_US 100000 /* between two progress events of a stream */
 
@@ -143,6 +145,15 @@ struct hx_stream {
     int32_t n_pend;
     int32_t ban[64 + HX_STOP_MAX], n_ban; /* end ids */
     int64_t stalled_us;                   /* since when the ring is full; 0: it is not */
+    uint64_t *decoded;                    /* bit c % 64 of [c / 64]: a decode row built
+                                           * position c */
+    hx_node *parked;                      /* preempted: where its state is */
+    int64_t cut[HX_CUT_MAX];              /* positions where prefill leaves a state */
+    int32_t n_cut;
+    bool planned;    /* cut is filled: prefill has begun */
+    float *last_row; /* [D] of the prompt, after the last norm: of what was kept, or to
+                      * be kept with the state that is due */
+    bool state_due;  /* the prompt has been read; its state is not kept yet */
 
     /* under engine->lock */
     hx_out_token *ring; /* [HX_RING_TOKENS] */
@@ -155,7 +166,8 @@ struct hx_stream {
     hx_stream *all_next, **all_at; /* in engine->all */
     int64_t last_us;               /* of the last token */
     int32_t force[64], n_force, force_at;
-    int64_t prefilled, generated, queue;
+    int64_t prefilled, generated, queue, cached, miss_pos;
+    hx_miss miss;
     hx_times times;
     void (*ready)(void *ud);
     void *ready_ud;
@@ -225,7 +237,8 @@ struct hx_engine {
 
     /* the engine thread's */
     int32_t client_streams;
-    hx_stream **wait; /* [max_queue + max_streams] by priority, then arrival */
+    hx_stream **wait; /* [max_queue + max_streams] by priority, then arrival; those that
+                       * were preempted too */
     int64_t n_wait;
     hx_stream **run; /* [max_streams] */
     int32_t n_run;
@@ -245,6 +258,7 @@ struct hx_engine {
     hx_stream **row_of; /* [max_streams] */
     hx_buf out_id, out_logprob, out_top, out_scratch;
     float *score_logit, *score_hidden; /* [HX_SCORE_ROWS, N], [HX_SCORE_ROWS, D] */
+    struct hx_reuse *reuse;
 };
 
 void *hx_sched_run(void *engine); /* sched.c: the engine thread */
@@ -283,6 +297,85 @@ void hx_grammars_close(hx_grammars *all);
 int hx_grammars_take(hx_grammars *all, const hx_vocab *v, hx_grammar_kind kind,
                      hx_str source, hx_grammar **out, hx_err *err);
 void hx_grammars_drop(hx_grammars *all, hx_grammar *g);
+
+/* What reuse.c and reuse_disk.c share: kept prefixes. */
+typedef struct hx_reuse {
+    hx_prefix_tree *tree;
+    hx_prefix mode;
+    uint64_t ram_bytes, disk_bytes;
+    int32_t role[8], n_role; /* ids that open a message */
+
+    struct hx_asked *first; /* calls of other threads; under lock */
+    pthread_cond_t answered;
+
+    hx_snap_at snap[HX_SNAP_MAX]; /* of the chunk between layers */
+    hx_blob *snap_blob[HX_SNAP_MAX];
+    int32_t n_snap;
+
+    _Atomic int64_t pages_kept, states, ram, disk; /* for status */
+
+    hx_park *park;           /* NULL: nothing goes to disk */
+    _Atomic bool disk_ready; /* something to poll */
+    int64_t retry_us;        /* nothing is written before: a budget is used up */
+    int32_t n_reading;
+    struct {
+        hx_node *node, *from; /* NULL: nothing is being written; the file before */
+        hx_blob **page;       /* [n_page] */
+        int64_t n_page, n_have;
+        bool queued, unwanted; /* with the thread; forgotten meanwhile */
+        bool has_hidden;       /* the state that is written has its last row */
+    } write;
+} hx_reuse;
+
+/* reuse_disk.c */
+int hx_reuse_disk_open(hx_engine *e, const hx_options *opt, hx_err *err);
+void hx_reuse_disk_close(hx_engine *e); /* writes what is not written yet */
+void hx_reuse_disk_tick(hx_engine *e);
+int64_t hx_reuse_disk_due_us(const hx_engine *e);
+void hx_reuse_disk_forget(hx_engine *e);
+void hx_reuse_disk_used(hx_engine *e, const hx_node *n);
+/* Sees to it that all of n gets into memory. False: it cannot. */
+bool hx_reuse_disk_load(hx_engine *e, hx_node *n);
+
+/* reuse.c: kept prefixes. Engine thread, but for ask and status. */
+int hx_reuse_open(hx_engine *e, const hx_options *opt, hx_err *err);
+void hx_reuse_close(hx_engine *e);
+/* Gives s a slot, with what is kept of its prompt; n_done says how much. */
+typedef enum {
+    HX_ADMIT_NO,      /* no slot, or too few pages */
+    HX_ADMIT_READING, /* later: its state is being read from disk */
+    HX_ADMIT_YES
+} hx_admit;
+
+/* n_pages: to be reserved now, those of what is kept among them. */
+hx_admit hx_reuse_admit(hx_engine *e, hx_stream *s, int32_t n_pages);
+/* Pages that can still be promised: neither held nor reserved by running streams. */
+int64_t hx_reuse_pages_left(const hx_engine *e);
+/* Before the first chunk: looks again, because another request may have left more by now.
+ * Afterwards n_done may be n_prompt: then there are logits, as after a chunk. */
+void hx_reuse_begin(hx_engine *e, hx_stream *s);
+int hx_reuse_logits(hx_engine *e, hx_stream *s, hx_err *err);
+/* How many of max rows the next chunk may have: it ends on the grid. */
+int64_t hx_reuse_rows(const hx_stream *s, int64_t max);
+/* The chunk of b begins, s's only: says which states to keep on the way. */
+void hx_reuse_chunk_begin(hx_engine *e, hx_stream *s, hx_batch *b);
+/* n_done has moved on by a chunk; at the prompt's end, after its logits. */
+void hx_reuse_chunk_end(hx_engine *e, hx_stream *s);
+/* Before decode rows: keeps the states of prompts just read, whose first token is out. */
+void hx_reuse_settle(hx_engine *e);
+void hx_reuse_decoded(hx_stream *s,
+                      int64_t n); /* decode rows built the last n of n_done */
+/* The stream leaves its slot; keep: its state is whole and may serve others. */
+void hx_reuse_end(hx_engine *e, hx_stream *s, bool keep);
+/* Moves a running stream's state aside, so that it can be admitted again and go on with the
+ * same bits; its slot is gone then. False: no room; it still has all it had. */
+bool hx_reuse_park(hx_engine *e, hx_stream *s);
+/* Once per step: what other threads ask for, writing to disk. */
+void hx_reuse_tick(hx_engine *e);
+/* Under lock: hx_now_us() when the next tick is due though there is no other work; 0: now,
+ * INT64_MAX: never. */
+int64_t hx_reuse_due_us(const hx_engine *e);
+void hx_reuse_status(const hx_engine *e, hx_status *out);
 
 /* sample.c */
 int hx_sample_open(hx_stream *s, hx_err *err);

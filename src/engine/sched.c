@@ -63,14 +63,14 @@ static void leave(hx_stream *s)
         e->n_running--;
 }
 
-/* Its sequence memory goes back. */
-static void drop_slot(hx_stream *s)
+/* Its sequence memory goes back; whole: others may go on from it. */
+static void drop_slot(hx_stream *s, bool whole)
 {
-    if (s->slot >= 0)
-        hx_cache_drop(s->engine->cache, s->slot);
-    s->slot = -1;
-    if (s->engine->chunk == s)
-        s->engine->chunk = NULL;
+    hx_engine *e = s->engine;
+
+    hx_reuse_end(e, s, whole && e->chunk != s);
+    if (e->chunk == s)
+        e->chunk = NULL;
 }
 
 /* The stream's last event; its memory goes back, and itself when its owner has let go. */
@@ -79,7 +79,7 @@ static void end_stream(hx_stream *s, hx_stop stop, int32_t stop_index, const hx_
     hx_engine *e = s->engine;
     bool freed;
 
-    drop_slot(s);
+    drop_slot(s, err == NULL);
     pthread_mutex_lock(&e->lock);
     leave(s);
     s->state = HX_SEQ_ENDED;
@@ -365,11 +365,16 @@ static void put_in_order(hx_engine *e, hx_stream *s)
 }
 
 /* Sends a running stream back to the queue. Nothing of its answer is lost or changes: its
- * prompt is read again, its tokens are fed again as the decode rows they were. */
+ * state is parked; where there is no room for that, or its chunk is between layers, its
+ * prompt is read again and its tokens are fed again as the decode rows they were. */
 static void preempt(hx_engine *e, hx_stream *s)
 {
-    drop_slot(s);
-    s->n_done = 0;
+    if (e->chunk == s || !hx_reuse_park(e, s)) {
+        drop_slot(s, false);
+        s->n_done = 0;
+        s->planned = false;
+        hx_count(HX_C_preemptions_total, 1);
+    }
     pthread_mutex_lock(&e->lock);
     leave(s);
     s->state = HX_SEQ_QUEUED;
@@ -377,7 +382,6 @@ static void preempt(hx_engine *e, hx_stream *s)
     e->preempted++;
     put_in_order(e, s);
     pthread_mutex_unlock(&e->lock);
-    hx_count(HX_C_preemptions_total, 1);
 }
 
 /* Who gives way first: lowest priority, then last come. */
@@ -403,7 +407,7 @@ static bool make_room(hx_engine *e, hx_stream *s, int64_t n_pos)
     while (s->pages < pages_of(n_pos)) {
         hx_stream *last = last_in_rank(e);
 
-        if (e->pages_reserved >= e->cache->n_page) {
+        if (hx_reuse_pages_left(e) <= 0) {
             if (last == s)
                 return false;
             preempt(e, last);
@@ -497,9 +501,10 @@ static void decode_step(hx_engine *e)
 {
     const int64_t start = hx_now_us();
     hx_err err = { 0 };
-    int32_t n_new, n = add_rows(e, &n_new);
+    int32_t n_new, n;
 
-    if (n == 0)
+    hx_reuse_settle(e);
+    if ((n = add_rows(e, &n_new)) == 0)
         return;
     const hx_batch batch = { .phase = HX_PHASE_DECODE,
                              .id = e->id,
@@ -516,6 +521,7 @@ static void decode_step(hx_engine *e)
 
         slot->n_pos = ++s->n_done;
         slot->pend = 1;
+        hx_reuse_decoded(s, 1);
     }
     if (n_new > 0)
         choose(e, hx_graph_logits(e->decode), e->row_of, n_new);
@@ -603,6 +609,25 @@ static int score_chunk(hx_stream *s, hx_err *err)
 
 /* ---- prefill ----------------------------------------------------------- */
 
+/* Another prompt is being read that begins like that of s, which has not begun, and has not
+ * come to where they part: s waits, to go on from there. */
+static bool is_being_read(const hx_engine *e, const hx_stream *s)
+{
+    for (int32_t i = 0; i < e->n_run && !s->planned; i++) {
+        const hx_stream *r = e->run[i];
+        int64_t n = 0;
+
+        if (r->state != HX_SEQ_PREFILL || !r->planned || r->score != NULL ||
+            r->req.no_store || r->req.priority < s->req.priority)
+            continue;
+        while (n < HX_MIN(r->n_prompt, s->n_prompt) && r->token[n] == s->token[n])
+            n++;
+        if (n >= HX_PAGE && r->n_done < HX_MIN(n, r->n_prompt - 1))
+            return true;
+    }
+    return false;
+}
+
 /* The running stream whose prompt is read next, or NULL. */
 static hx_stream *next_prefill(const hx_engine *e)
 {
@@ -612,7 +637,7 @@ static hx_stream *next_prefill(const hx_engine *e)
     for (int32_t i = 0; i < e->n_run; i++) {
         hx_stream *s = e->run[i];
 
-        if (s->state != HX_SEQ_PREFILL)
+        if (s->state != HX_SEQ_PREFILL || is_being_read(e, s))
             continue;
         e->prompt[n] = (hx_pick_prompt) { s->req.priority, s->turn };
         of[n++] = s;
@@ -623,7 +648,7 @@ static hx_stream *next_prefill(const hx_engine *e)
 
 static int chunk_begin(hx_engine *e, hx_stream *s, int64_t blocks, hx_err *err)
 {
-    const int64_t n = HX_MIN(blocks * HX_PAGE, s->n_prompt - s->n_done);
+    const int64_t n = hx_reuse_rows(s, blocks * HX_PAGE);
     hx_slot *slot = &e->cache->slot[s->slot];
     int rc;
 
@@ -644,6 +669,7 @@ static int chunk_begin(hx_engine *e, hx_stream *s, int64_t blocks, hx_err *err)
                      .id = s->token + s->n_done,
                      .rows = { .span = &e->chunk_span, .n_span = 1, .n_row = n } };
     slot->pend = 0;
+    hx_reuse_chunk_begin(e, s, &e->chunk_batch);
     return hx_graph_begin(e->prefill, &e->chunk_batch, err);
 }
 
@@ -673,6 +699,16 @@ static void count_read(hx_engine *e, hx_stream *s, int64_t n)
     pthread_mutex_unlock(&e->lock);
 }
 
+/* The logits of the prompt's last row are there. */
+static void prompt_is_read(hx_engine *e, hx_stream *s)
+{
+    pthread_mutex_lock(&e->lock);
+    s->state = HX_SEQ_DECODE;
+    pthread_mutex_unlock(&e->lock);
+    if (s->n_token == s->n_prompt) /* else preempted before: its next token is known */
+        choose(e, hx_graph_logits(e->prefill), &s, 1);
+}
+
 /* All layers of the chunk are done. */
 static int chunk_end(hx_engine *e, hx_stream *s, hx_err *err)
 {
@@ -685,21 +721,29 @@ static int chunk_end(hx_engine *e, hx_stream *s, hx_err *err)
     s->n_done += n;
     e->cache->slot[s->slot].n_pos = s->n_done;
     count_read(e, s, n);
-    if (s->n_done < s->n_prompt)
+    if (s->n_done < s->n_prompt) {
+        hx_reuse_chunk_end(e, s);
         return 0;
+    }
     if (s->score != NULL) {
         end_stream(s, HX_STOP_LENGTH, -1, NULL);
         return 0;
     }
-    pthread_mutex_lock(&e->lock);
-    s->state = HX_SEQ_DECODE;
-    pthread_mutex_unlock(&e->lock);
-    if (s->n_token > s->n_prompt) /* preempted before: its next token is known */
-        return 0;
     if ((rc = hx_graph_out(e->prefill, n - 1, 1, err)) != 0)
         return rc;
-    choose(e, hx_graph_logits(e->prefill), &s, 1);
+    hx_reuse_chunk_end(e, s);
+    prompt_is_read(e, s);
     return 0;
+}
+
+/* All of the prompt was kept: its logits come from the kept last row. */
+static int first_of_kept(hx_engine *e, hx_stream *s, hx_err *err)
+{
+    const int rc = hx_reuse_logits(e, s, err);
+
+    if (rc == 0)
+        prompt_is_read(e, s);
+    return rc;
 }
 
 /* One layer, with what it took. A device that works on its own is waited for where the
@@ -732,8 +776,15 @@ static void prefill_slice(hx_engine *e, hx_stream *s, const hx_pick *pick)
     hx_err err = { 0 };
     int rc = 0;
 
-    if (e->chunk == NULL)
+    if (e->chunk == NULL) {
+        hx_reuse_begin(e, s);
+        if (s->n_done == s->n_prompt) {
+            if ((rc = first_of_kept(e, s, &err)) != 0)
+                end_stream(s, HX_STOP_NONE, -1, &err);
+            return;
+        }
         rc = chunk_begin(e, s, pick->blocks, &err);
+    }
     for (int64_t i = 0; rc == 0 && i < pick->layers; i++) {
         rc = chunk_step(e, share, &err);
         if (atomic_load(&e->nudge))
@@ -852,24 +903,25 @@ static hx_stream *next_waiting(const hx_engine *e)
 /* A slot, and pages for the prompt and the beginning of the answer; the rest comes as it
  * grows. Others grow too: a page each stays free for them, and what they may grow while a
  * preempted stream feeds its tokens again, or it would be preempted before it is through. */
-static bool admit_one(hx_engine *e, hx_stream *s)
+static hx_admit admit_one(hx_engine *e, hx_stream *s)
 {
     const int64_t all = s->n_prompt + s->max_new,
                   now = HX_MIN(all, s->n_token + HX_MARGIN);
-    const int64_t need = pages_of(now),
-                  others = e->n_run * (int64_t)(1 + pages_of(s->n_token - s->n_prompt));
+    const int32_t need = pages_of(now),
+                  others = e->n_run * (1 + pages_of(s->n_token - s->n_prompt));
+    const hx_admit got = e->n_run == e->info.max_streams
+                             ? HX_ADMIT_NO
+                             : hx_reuse_admit(e, s, need + others);
 
-    if (e->n_run > 0 && e->pages_reserved + need + others > e->cache->n_page)
-        return false;
-    if ((s->slot = hx_cache_take(e->cache)) < 0)
-        return false;
+    if (got != HX_ADMIT_YES)
+        return got;
     forget(e->wait, &e->n_wait, s);
     e->run[e->n_run++] = s;
     s->turn = ++e->next_turn;
-    hx_count(HX_C_prefix_query_tokens_total, s->prefilled == 0 ? s->n_prompt : 0);
     pthread_mutex_lock(&e->lock);
-    s->state = HX_SEQ_PREFILL;
-    s->pages = (int32_t)need;
+    s->state = s->n_done >= s->n_prompt && s->n_token > s->n_prompt ? HX_SEQ_DECODE
+                                                                    : HX_SEQ_PREFILL;
+    s->pages = need;
     e->pages_reserved += s->pages;
     e->n_waiting--;
     e->n_running++;
@@ -878,17 +930,41 @@ static bool admit_one(hx_engine *e, hx_stream *s)
         s->times.started_us = hx_now_us();
     tell_progress(s, true);
     pthread_mutex_unlock(&e->lock);
-    return true;
+    return HX_ADMIT_YES;
+}
+
+/* The running stream of lowest priority, below that of s; of equals the last that came. One
+ * in the middle of a chunk has no whole state. */
+static hx_stream *victim_for(const hx_engine *e, const hx_stream *s)
+{
+    hx_stream *low = NULL;
+
+    for (int32_t i = 0; i < e->n_run; i++) {
+        hx_stream *r = e->run[i];
+
+        if (r == e->chunk || r->score != NULL || r->req.priority >= s->req.priority)
+            continue;
+        if (low == NULL || r->req.priority < low->req.priority ||
+            (r->req.priority == low->req.priority && r->order > low->order))
+            low = r;
+    }
+    return low;
 }
 
 static void admit(hx_engine *e)
 {
-    hx_stream *s;
+    hx_stream *s, *low;
     bool moved = false;
 
-    while (e->n_run < e->info.max_streams && (s = next_waiting(e)) != NULL &&
-           admit_one(e, s))
-        moved = true;
+    while ((s = next_waiting(e)) != NULL) {
+        const hx_admit got = admit_one(e, s);
+
+        moved = moved || got == HX_ADMIT_YES;
+        if (got == HX_ADMIT_NO && (low = victim_for(e, s)) != NULL)
+            preempt(e, low);
+        else if (got != HX_ADMIT_YES)
+            break;
+    }
     if (!moved)
         return;
     pthread_mutex_lock(&e->lock);
@@ -901,12 +977,26 @@ static void admit(hx_engine *e)
 
 /* ---- the loop ---------------------------------------------------------- */
 
+/* Until the next canary or the next look at kept prefixes, whichever is first; -1: none. */
+static int64_t next_due_us(hx_engine *e)
+{
+    int64_t canary = hx_health_due_us(e), kept;
+
+    pthread_mutex_lock(&e->lock);
+    kept = hx_reuse_due_us(e);
+    pthread_mutex_unlock(&e->lock);
+    if (kept == INT64_MAX)
+        return canary;
+    kept = HX_MAX(kept - hx_now_us(), 0);
+    return canary < 0 ? kept : HX_MIN(canary, kept);
+}
+
 /* Sleeps until there is something to do, at most until the next canary is due; when every
  * stream waits for its reader, a moment. */
 static void wait_for_work(hx_engine *e, bool idle)
 {
     const bool empty = e->n_run == 0 && e->n_wait == 0;
-    const int64_t most_us = !empty ? (idle ? 20000 : 0) : hx_health_due_us(e);
+    const int64_t most_us = !empty ? (idle ? 20000 : 0) : next_due_us(e);
     struct timespec until;
 
     if (most_us == 0)
@@ -967,6 +1057,7 @@ void *hx_sched_run(void *arg)
             break;
         start = hx_now_us();
         reap(e);
+        hx_reuse_tick(e);
         admit(e);
         idle = !step(e);
         hx_health_beat(e);

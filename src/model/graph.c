@@ -250,6 +250,8 @@ static int take_batch(hx_graph *g, const hx_batch *b, hx_err *err)
     c->phase = b->phase;
     c->uniform = !hx_dev_is_host(g->dev) && b->phase == HX_PHASE_DECODE;
     c->rows = b->rows;
+    c->snap = b->snap;
+    c->n_snap = b->n_snap;
     c->rows.dev = g->span;
     c->x = g->x;
     c->y = g->y;
@@ -444,4 +446,19 @@ int hx_graph_step(hx_graph *g, const hx_batch *b, hx_err *err)
     }
     g->next = g->model->desc.n_layer;
     return hx_dev_replay(g->dev, g->step[at], err);
+}
+
+int hx_graph_head(hx_graph *g, const float *hidden, hx_err *err)
+{
+    const hx_desc *d = &g->model->desc;
+    const hx_matmul_args head = { .y = g->logits,
+                                  .x = g->hidden,
+                                  .w = &g->model->head,
+                                  .rows = 1,
+                                  .ldx = d->width,
+                                  .ldy = d->n_vocab };
+    const int rc =
+        hx_dev_put(g->dev, g->hidden, hidden, (size_t)d->width * sizeof *hidden, err);
+
+    return rc != 0 ? rc : hx_op_matmul(g->dev, &head, err);
 }

@@ -49,6 +49,36 @@ static void tap(const hx_layer_call *c, const char *what, hx_buf data)
 
 /* ---- KDA ------------------------------------------------------------- */
 
+/* The call's rows are cut where a state is kept on the way: part i of n_snap + 1 begins at
+ * row *at. span is where its only span is written. */
+static hx_rows part_of(const hx_layer_call *c, int32_t i, hx_span *span, int64_t *at)
+{
+    const int32_t first = i > 0 ? c->snap[i - 1].row : 0,
+                  end = i < c->n_snap ? c->snap[i].row : (int32_t)c->rows.n_row;
+
+    *at = first;
+    if (c->n_snap == 0)
+        return c->rows;
+    hx_assert(c->rows.n_span == 1 && c->phase == HX_PHASE_PREFILL && first < end);
+    *span = c->rows.span[0];
+    span->row0 = 0;
+    span->n_row = end - first;
+    span->pos0 += first;
+    span->commit = i > 0 ? 0 : span->commit;
+    return (hx_rows) { .span = span, .n_span = 1, .n_row = end - first };
+}
+
+/* Copies n bytes of the slot's state, of which each slot has n in all, to where they lie in
+ * the state kept after part i. */
+static int keep_state(const hx_layer_call *c, int32_t i, hx_buf all, size_t n, size_t at,
+                      hx_err *err)
+{
+    if (i >= c->n_snap)
+        return 0;
+    return hx_dev_get(c->dev, c->snap[i].state + at,
+                      hx_buf_at(all, (size_t)c->rows.span[0].slot * n), n, err);
+}
+
 /* q, k and v after convolution and SiLU: c->b f32 [R, 3 H K]. */
 static int kda_qkv(const hx_layer_call *c, const hx_kda *w, hx_layer_mem *mem,
                    hx_err *err)
@@ -63,18 +93,27 @@ static int kda_qkv(const hx_layer_call *c, const hx_kda *w, hx_layer_mem *mem,
             return rc;
         at += w->qkv[i].n;
     }
-    const hx_conv_short_args conv = {
-        .y = c->b,
-        .u = c->a,
-        .w = w->conv,
-        .state = mem->conv_state,
-        .pend = mem->conv_pend,
-        .rows = c->rows,
-        .channels = wide,
-        .taps = c->d->conv_taps,
-        .hold = c->phase == HX_PHASE_DECODE,
-    };
-    return hx_op_conv_short(c->dev, &conv, err);
+    for (int32_t i = 0; i <= c->n_snap; i++) {
+        hx_span span;
+        const hx_rows rows = part_of(c, i, &span, &at);
+        const hx_conv_short_args conv = {
+            .y = floats_at(c->b, at * wide),
+            .u = floats_at(c->a, at * wide),
+            .w = w->conv,
+            .state = mem->conv_state,
+            .pend = mem->conv_pend,
+            .rows = rows,
+            .channels = wide,
+            .taps = c->d->conv_taps,
+            .hold = c->phase == HX_PHASE_DECODE,
+        };
+
+        if ((rc = hx_op_conv_short(c->dev, &conv, err)) != 0 ||
+            (rc = keep_state(c, i, mem->conv_state, mem->conv_bytes,
+                             mem->state_at + mem->kda_bytes, err)) != 0)
+            return rc;
+    }
+    return 0;
 }
 
 /* Log-decay and step size: g f32 [R, H, K], beta f32 [R, H]. */
@@ -102,6 +141,40 @@ static int kda_gates(const hx_layer_call *c, const hx_kda *w, hx_buf beta, hx_er
     return hx_op_kda_gate(c->dev, &gate, err);
 }
 
+/* The gated delta rule: c->e f32 [R, H K]. */
+static int kda_delta(const hx_layer_call *c, hx_layer_mem *mem, hx_buf beta, hx_err *err)
+{
+    const int64_t h = c->d->kda_heads, k = c->d->kda_width, hk = h * k;
+
+    for (int32_t i = 0; i <= c->n_snap; i++) {
+        hx_span span;
+        int64_t at;
+        const hx_rows rows = part_of(c, i, &span, &at);
+        const hx_buf qkv = floats_at(c->b, at * 3 * hk);
+        const hx_kda_step_args delta = {
+            .o = floats_at(c->e, at * hk),
+            .q = qkv,
+            .k = floats_at(qkv, hk),
+            .v = floats_at(qkv, 2 * hk),
+            .g = floats_at(c->g, at * hk),
+            .beta = floats_at(beta, at * h),
+            .state = mem->kda_state,
+            .pend = mem->kda_pend,
+            .rows = rows,
+            .heads = h,
+            .width = k,
+            .ld = 3 * hk,
+        };
+        int rc = c->phase == HX_PHASE_DECODE ? hx_op_kda_step(c->dev, &delta, err)
+                                             : hx_op_kda_chunk(c->dev, &delta, err);
+
+        if (rc != 0 || (rc = keep_state(c, i, mem->kda_state, mem->kda_bytes,
+                                        mem->state_at, err)) != 0)
+            return rc;
+    }
+    return 0;
+}
+
 int hx_layers_kda(const hx_layer_call *c, const hx_kda *w, hx_layer_mem *mem, hx_err *err)
 {
     const int64_t h = c->d->kda_heads, k = c->d->kda_width, hk = h * k,
@@ -113,25 +186,7 @@ int hx_layers_kda(const hx_layer_call *c, const hx_kda *w, hx_layer_mem *mem, hx
         (rc = linear(c, c->small, w->g_a.n, c->x, c->d->width, &w->g_a, err)) != 0 ||
         (rc = linear(c, c->c, hk, c->small, w->g_a.n, &w->g_b, err)) != 0 ||
         (rc = end_side(c, err)) != 0 || (rc = kda_qkv(c, w, mem, err)) != 0 ||
-        (rc = join_side(c, err)) != 0)
-        return rc;
-    const hx_kda_step_args delta = {
-        .o = c->e,
-        .q = c->b,
-        .k = floats_at(c->b, hk),
-        .v = floats_at(c->b, 2 * hk),
-        .g = c->g,
-        .beta = beta,
-        .state = mem->kda_state,
-        .pend = mem->kda_pend,
-        .rows = c->rows,
-        .heads = h,
-        .width = k,
-        .ld = 3 * hk,
-    };
-    rc = c->phase == HX_PHASE_DECODE ? hx_op_kda_step(c->dev, &delta, err)
-                                     : hx_op_kda_chunk(c->dev, &delta, err);
-    if (rc != 0)
+        (rc = join_side(c, err)) != 0 || (rc = kda_delta(c, mem, beta, err)) != 0)
         return rc;
     const hx_kda_out_args out = { .y = c->e,
                                   .o = c->e,

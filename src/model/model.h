@@ -13,6 +13,8 @@
 #define HX_MODEL_H
 
 #include "dev/dev.h"
+#include "model/park.h"
+#include "model/prefix.h"
 #include "model/store.h"
 #include "model/weights.h"
 
@@ -146,7 +148,17 @@ typedef struct {
     hx_buf kda_state, kda_pend, conv_state, conv_pend;
     hx_pages latent, pool;
     hx_buf ring;
+    size_t state_at, kda_bytes, conv_bytes; /* in a kept state without pending rows, where
+                                             * a slot's kda_state and conv_state lie */
 } hx_layer_mem;
+
+/* A prefill call of one span leaves the slot's state after its first row rows in host
+ * memory, [hx_cache_state_bytes(0)]: between two blocks of the grid, without a chunk that
+ * ends there. Rings are not part of it: at a multiple of 64 no pool is half made. */
+typedef struct {
+    int32_t row; /* 0 < row < rows of the call */
+    uint8_t *state;
+} hx_snap_at;
 
 typedef struct {
     int64_t n_pos; /* positions computed, pending rows included */
@@ -155,6 +167,9 @@ typedef struct {
     bool used;
 } hx_slot;
 
+/* A page belongs to everyone who counts in ref: slots whose table names it, and the prefix
+ * tree. Positions are only ever appended, so sharers read what lies below their own end; a
+ * sequence that appends to a page it did not begin itself takes a copy first. */
 typedef struct hx_cache {
     hx_dev *dev;
     hx_layer_mem *mem; /* [n_layer] */
@@ -165,7 +180,16 @@ typedef struct hx_cache {
     hx_buf table_dev;   /* the same on the device */
     int32_t *free_page; /* stack */
     int32_t n_free;
-    uint64_t bytes;
+    int32_t *ref;   /* [n_page] owners; 0: free */
+    int32_t *hold;  /* [n_page] of these, slots and pins: it must stay where it is */
+    int32_t n_held; /* pages with hold > 0; all others can be had */
+    /* Asked when no page is free; makes at least one so by giving up pages that nobody
+     * holds. NULL: there are none. */
+    void (*reclaim)(void *ud, int32_t n);
+    void *reclaim_ud;
+    void *bounce; /* [page_bytes] */
+    uint64_t bytes, page_bytes;
+    uint64_t kda_bytes, kda_row_bytes, conv_bytes, conv_row_bytes, ring_bytes;
 } hx_cache;
 
 /* Bytes of one page over all layers, and of one slot's recurrent state. */
@@ -178,9 +202,31 @@ int hx_cache_open(hx_cache **out, const hx_desc *d, hx_dev *dev, int32_t n_slot,
 void hx_cache_close(hx_cache *c);
 /* A free slot with nothing in it, or -1. */
 int32_t hx_cache_take(hx_cache *c);
-void hx_cache_drop(hx_cache *c, int32_t slot); /* its pages go back */
+void hx_cache_clear(hx_cache *c, int32_t slot); /* its pages go back, the slot stays */
+void hx_cache_drop(hx_cache *c, int32_t slot);  /* the slot too */
 /* Makes room for positions 0 .. n_pos - 1. Errors: HX_ENOMEM when no page is free. */
 int hx_cache_grow(hx_cache *c, int32_t slot, int64_t n_pos, hx_err *err);
+
+/* A page with ref 1, or -1. */
+int32_t hx_cache_page_take(hx_cache *c);
+void hx_cache_page_ref(hx_cache *c, int32_t page);
+void hx_cache_page_unref(hx_cache *c, int32_t page);
+void hx_cache_page_hold(hx_cache *c, int32_t page);
+void hx_cache_page_unhold(hx_cache *c, int32_t page);
+/* Appends n pages to the slot's table, each one more ref and hold. */
+int hx_cache_share(hx_cache *c, int32_t slot, const int32_t *page, int32_t n,
+                   hx_err *err);
+/* A page's content in all layers, [page_bytes] of host memory. */
+int hx_cache_page_get(hx_cache *c, int32_t page, void *out, hx_err *err);
+int hx_cache_page_put(hx_cache *c, int32_t page, const void *in, hx_err *err);
+int hx_cache_page_copy(hx_cache *c, int32_t from, int32_t to, hx_err *err);
+/* A slot's recurrent state with its pending rows, in host memory. */
+uint64_t hx_cache_state_bytes(const hx_cache *c, int32_t pend);
+/* Zeroes what a hx_snap_at does not fill. */
+void hx_cache_state_blank(const hx_cache *c, uint8_t *state);
+int hx_cache_state_get(hx_cache *c, int32_t slot, void *out, hx_err *err);
+int hx_cache_state_put(hx_cache *c, int32_t slot, const void *in, int32_t pend,
+                       hx_err *err);
 
 /* ---- graph ----------------------------------------------------------- */
 
@@ -191,8 +237,10 @@ typedef enum { HX_PHASE_PREFILL, HX_PHASE_DECODE } hx_phase;
 
 typedef struct {
     hx_phase phase;
-    const int32_t *id; /* [rows.n_row] */
-    hx_rows rows;      /* spans; row numbers start at 0 */
+    const int32_t *id;      /* [rows.n_row] */
+    hx_rows rows;           /* spans; row numbers start at 0 */
+    const hx_snap_at *snap; /* [n_snap] by row; borrowed as the rest */
+    int32_t n_snap;
 } hx_batch;
 
 typedef struct hx_graph hx_graph;
@@ -221,6 +269,8 @@ int hx_graph_out(hx_graph *g, int64_t row0, int64_t n, hx_err *err);
 /* All of that for a decode batch with the logits of all rows; on a device that can, as one
  * recorded list of operations for each number of rows. */
 int hx_graph_step(hx_graph *g, const hx_batch *b, hx_err *err);
+/* Logits of one kept row hidden f32 [D] in host memory; same bits as when it was made. */
+int hx_graph_head(hx_graph *g, const float *hidden, hx_err *err);
 hx_buf hx_graph_logits(const hx_graph *g);
 hx_buf hx_graph_hidden(const hx_graph *g);
 
@@ -234,6 +284,8 @@ typedef struct {
     bool uniform; /* the same list of operations at any length, as a replayed
                    * graph needs: every row goes through the selection */
     hx_rows rows;
+    const hx_snap_at *snap;
+    int32_t n_snap;
     hx_buf x;          /* f32 [R, D] input, normalised */
     hx_buf y;          /* f32 [R, D] output */
     hx_buf a, b, c, e; /* scratch rows, each f32 [R, wide] */

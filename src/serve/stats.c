@@ -100,8 +100,8 @@ int hx_stats_all(hx_call *c)
                  "\"cache_queries\":%lld},\"rates\":{\"prefill\":%.1f,\"decode\":%.1f}",
                  (long long)hx_counted(HX_C_prompt_tokens_total),
                  (long long)hx_counted(HX_C_generation_tokens_total),
-                 (long long)hx_counted(HX_C_prefix_hit_tokens_total),
-                 (long long)hx_counted(HX_C_prefix_query_tokens_total), st.prefill_rate,
+                 (long long)hx_counted(HX_C_prefix_hits_total),
+                 (long long)hx_counted(HX_C_prefix_queries_total), st.prefill_rate,
                  st.decode_rate);
     hx_sb_printf(&b,
                  ",\"memory\":{\"resident\":%llu,\"weights\":%llu,\"sequences\":%llu,"

@@ -1,0 +1,626 @@
+/* reuse_test.c - kept prefixes on the demo model: every way to go on from them gives the
+ * bits of an engine that keeps nothing, and computes only what is new; preemption, pins,
+ * forgetting, cancels; memory and pages come back. */
+#include "../../tests/golden.h"
+
+#include <dirent.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "engine/engine.h"
+
+#define DEMO  "models/demo-exl3"
+#define N_MAX 8192
+
+static const char *device; /* NULL: cpu */
+
+static hx_engine *open_with(const hx_options *more)
+{
+    hx_options opt = more != NULL ? *more : (hx_options) { 0 };
+    hx_engine *e;
+    hx_err err = { 0 };
+
+    opt.model_dir = DEMO;
+    if (opt.ctx_tokens == 0)
+        opt.ctx_tokens = 4096;
+    opt.n_threads = 2;
+    opt.device = device;
+    if (hx_open(&e, &opt, &err) != 0)
+        fail_msg("%s", err.msg);
+    return e;
+}
+
+typedef struct {
+    int32_t token[512];
+    float logprob[512];
+    int32_t n;
+    hx_event end;
+} answer;
+
+static void read_all(hx_stream *s, answer *a)
+{
+    a->n = 0;
+    do {
+        assert_int_equal(hx_next(s, &a->end, 120000), 1);
+        for (int32_t i = 0; i < a->end.n_tokens; i++) {
+            a->token[a->n] = a->end.tokens[i];
+            a->logprob[a->n++] = a->end.logprob[i];
+        }
+    } while (a->end.kind != HX_EV_DONE && a->end.kind != HX_EV_ERROR);
+    if (a->end.kind == HX_EV_ERROR)
+        fail_msg("%s", a->end.err.msg);
+}
+
+static hx_stream *submit(hx_engine *e, const hx_request *r)
+{
+    hx_stream *s;
+    hx_err err = { 0 };
+
+    if (hx_submit(e, r, &s, &err) != 0)
+        fail_msg("%s", err.msg);
+    return s;
+}
+
+static void ask(hx_engine *e, const int32_t *token, int64_t n, int64_t max_new, answer *a)
+{
+    hx_stream *s = submit(e, &(hx_request) { .tokens = token,
+                                             .n_tokens = n,
+                                             .max_new = max_new,
+                                             .ignore_eos = true,
+                                             .temperature = 1,
+                                             .seed = 5,
+                                             .want_logprobs = true });
+
+    read_all(s, a);
+    hx_stream_free(s);
+}
+
+static void assert_same(const answer *a, const answer *b)
+{
+    assert_int_equal(a->n, b->n);
+    assert_memory_equal(a->token, b->token, (size_t)a->n * sizeof(int32_t));
+    assert_memory_equal(a->logprob, b->logprob, (size_t)a->n * sizeof(float));
+}
+
+/* Random text with a message every so many tokens. */
+static void make_text(const hx_engine *e, int32_t *token, int64_t n, uint64_t seed)
+{
+    const int32_t user = hx_token_id(e, HX_STR("<|user|>")),
+                  assistant = hx_token_id(e, HX_STR("<|assistant|>"));
+
+    assert_true(user > 0 && assistant > 0);
+    for (int64_t i = 0; i < n; i++)
+        token[i] = (int32_t)(hx_rng_at(seed, (uint64_t)i) % 4000);
+    for (int64_t i = 150, k = 0; i < n; i += 130, k++)
+        token[i] = k % 2 == 0 ? user : assistant;
+}
+
+/* A growing conversation, resent, edited, branched: the same bits as without anything
+ * kept, and the tokens that need no computing are the ones that can be had. */
+static void conversation(hx_prefix mode)
+{
+    const hx_options with = { .prefix = mode, .max_streams = 2, .ctx_tokens = 2048 },
+                     without = { .prefix = HX_PREFIX_OFF,
+                                 .max_streams = 2,
+                                 .ctx_tokens = 2048 };
+    hx_engine *e = open_with(&with), *cold = open_with(&without);
+    int32_t *t = hx_new(int32_t, N_MAX);
+    answer *a = hx_new(answer, 1), *b = hx_new(answer, 1);
+    int64_t n = 380, before = 0;
+
+    make_text(e, t, N_MAX, 11);
+    for (int turn = 0; turn < 4; turn++) {
+        ask(e, t, n, 33, a);
+        ask(cold, t, n, 33, b);
+        assert_same(a, b);
+        assert_int_equal(b->end.cached, 0);
+        assert_int_equal(b->end.miss, HX_MISS_OFF);
+        if (turn > 0 && mode == HX_PREFIX_REUSE)
+            assert_int_equal(a->end.cached, before);
+        if (turn > 0 && mode == HX_PREFIX_STRICT) /* the grid point of the last prompt */
+            assert_int_equal(a->end.cached, (n - 33 - 57) / 64 * 64);
+        ask(e, t, n, 33, a); /* the same once more */
+        assert_same(a, b);
+        assert_int_equal(a->end.cached, n);
+        assert_int_equal(a->end.miss, HX_MISS_NONE);
+        t[n - 20] ^= 1; /* the last message edited */
+        ask(e, t, n, 33, a);
+        ask(cold, t, n, 33, b);
+        assert_same(a, b);
+        assert_true(a->end.cached >= n - 20 - 64 - 130 && a->end.cached < n - 20);
+        assert_int_equal(a->end.miss, HX_MISS_DIFFERS);
+        assert_int_equal(a->end.miss_pos, n - 20);
+        before = n + 32; /* all that was computed: the last token was not */
+        memcpy(t + n, a->token, 33 * sizeof *t);
+        n += 33 + 57;
+    }
+    t[3] ^= 1;
+    ask(e, t, n, 5, a);
+    assert_int_equal(a->end.cached, 0);
+    assert_int_equal(a->end.miss_pos, 3);
+    hx_close(e);
+    hx_close(cold);
+    hx_free(t);
+    hx_free(a);
+    hx_free(b);
+}
+
+static void test_conversation(void **state)
+{
+    (void)state;
+    conversation(HX_PREFIX_REUSE);
+}
+
+static void test_conversation_strict(void **state)
+{
+    (void)state;
+    conversation(HX_PREFIX_STRICT);
+}
+
+/* Other conversations in between take the pages: they move to host memory and back. */
+static void test_parked_in_ram(void **state)
+{
+    hx_engine *e = open_with(&(hx_options) {
+                  .max_streams = 1, .ctx_tokens = 1024, .park_ram_bytes = 200u << 20 }),
+              *cold = open_with(&(hx_options) {
+                  .max_streams = 1, .ctx_tokens = 1024, .prefix = HX_PREFIX_OFF });
+    int32_t *t = hx_new(int32_t, N_MAX);
+    answer *a = hx_new(answer, 1), *b = hx_new(answer, 1);
+    const int64_t restored = hx_counted(HX_C_pages_restored_total);
+
+    (void)state;
+    for (int round = 0; round < 3; round++)
+        for (uint64_t k = 0; k < 3; k++) { /* three of 400 tokens, memory for one */
+            make_text(e, t, 1000, 100 + k);
+            const int64_t n = 400 + 20 * round;
+            ask(e, t, n, 20, a);
+            ask(cold, t, n, 20, b);
+            assert_same(a, b);
+            if (round > 0)
+                assert_true(a->end.cached >= 384);
+        }
+    assert_true(hx_counted(HX_C_pages_restored_total) > restored + 20);
+    hx_close(e);
+    hx_close(cold);
+    hx_free(t);
+    hx_free(a);
+    hx_free(b);
+}
+
+/* Several requests with one system prompt at once: the first reads it, the others wait for
+ * their turn to read and find it there. */
+static void test_shared_prompt(void **state)
+{
+    hx_engine *e = open_with(&(hx_options) { .max_streams = 4 });
+    int32_t *t = hx_new(int32_t, N_MAX);
+    answer *a = hx_new(answer, 1);
+    hx_stream *s[4];
+
+    (void)state;
+    make_text(e, t, N_MAX, 3);
+    for (int64_t i = 0; i < 700; i++)
+        t[i] = (int32_t)(hx_rng_at(9, (uint64_t)i) % 4000);
+    t[700] = hx_token_id(e, HX_STR("<|user|>"));
+    for (int i = 0; i < 4; i++) {
+        t[710] = i;
+        s[i] = submit(
+            e, &(hx_request) {
+                   .tokens = t, .n_tokens = 800, .max_new = 5, .want_logprobs = true });
+    }
+    for (int i = 0; i < 4; i++) {
+        read_all(s[i], a);
+        assert_int_equal(a->end.cached, i == 0 ? 0 : 640);
+        hx_stream_free(s[i]);
+    }
+    hx_close(e);
+    hx_free(t);
+    hx_free(a);
+}
+
+/* no_store leaves nothing; a pin stays while others take all memory, until it is let go;
+ * forgetting forgets. */
+static void test_store_pin_forget(void **state)
+{
+    hx_engine *e = open_with(&(hx_options) {
+        .max_streams = 1, .ctx_tokens = 2048, .park_ram_bytes = 12u << 20 });
+    int32_t *t = hx_new(int32_t, N_MAX), *u = hx_new(int32_t, N_MAX);
+    answer *a = hx_new(answer, 1);
+    hx_err err = { 0 };
+    hx_status st;
+    hx_request r = { .tokens = t,
+                     .n_tokens = 600,
+                     .max_new = 5,
+                     .no_store = true,
+                     .want_logprobs = true };
+    hx_stream *s;
+
+    (void)state;
+    make_text(e, t, N_MAX, 1);
+    for (int i = 0; i < 2; i++) {
+        s = submit(e, &r);
+        read_all(s, a);
+        assert_int_equal(a->end.cached, 0);
+        hx_stream_free(s);
+    }
+    hx_get_status(e, &st);
+    assert_int_equal(st.states, 0);
+    assert_int_equal(st.ram_bytes, 0);
+    assert_int_equal(st.pages_kept, 0);
+    assert_int_equal(hx_unpin(e, t, 600, &err), HX_EARG);
+    r.no_store = false;
+    r.pin = true;
+    s = submit(e, &r);
+    read_all(s, a);
+    hx_stream_free(s);
+    for (uint64_t k = 0; k < 4; k++) {
+        make_text(e, u, 1400, 50 + k);
+        ask(e, u, 1300, 3, a);
+    }
+    ask(e, t, 600, 5, a);
+    assert_int_equal(a->end.cached, 600);
+    assert_int_equal(hx_unpin(e, t, 600, &err), 0);
+    assert_int_equal(hx_unpin(e, t, 600, &err), HX_EARG);
+    for (uint64_t k = 0; k < 4; k++) {
+        make_text(e, u, 1400, 70 + k);
+        ask(e, u, 1300, 3, a);
+    }
+    ask(e, t, 600, 5, a);
+    assert_true(a->end.cached < 600);
+    assert_int_equal(a->end.miss, HX_MISS_EVICTED);
+    assert_true(hx_forget(e) > 0);
+    hx_get_status(e, &st);
+    ask(e, t, 600, 5, a);
+    assert_int_equal(a->end.cached, 0);
+    assert_int_equal(a->end.miss, HX_MISS_NEW);
+    assert_int_equal(hx_forget(e) > 0, 1);
+    ask(e, t, 10, 1, a); /* figures are those of the last step */
+    hx_forget(e);
+    hx_get_status(e, &st);
+    assert_int_equal(st.states, 0);
+    assert_int_equal(st.pages_kept, 0);
+    hx_close(e);
+    hx_free(t);
+    hx_free(u);
+    hx_free(a);
+}
+
+static void wait_token(hx_stream *s, answer *a)
+{
+    a->n = 0;
+    do {
+        assert_int_equal(hx_next(s, &a->end, 60000), 1);
+        for (int32_t i = 0; i < a->end.n_tokens; i++) {
+            a->token[a->n] = a->end.tokens[i];
+            a->logprob[a->n++] = a->end.logprob[i];
+        }
+    } while (a->n == 0);
+}
+
+/* Requests of higher priority take the slots of running ones, in decode and in prefill;
+ * these go on later with the same bits. */
+static void preempt(hx_prefix mode, bool no_store)
+{
+    hx_engine *e = open_with(
+                  &(hx_options) { .max_streams = 2, .ctx_tokens = 2048, .prefix = mode }),
+              *cold = open_with(&(hx_options) {
+                  .max_streams = 2, .ctx_tokens = 2048, .prefix = HX_PREFIX_OFF });
+    int32_t *t = hx_new(int32_t, N_MAX);
+    answer *a = hx_new(answer, 1), *b = hx_new(answer, 1), *c = hx_new(answer, 1);
+    const int64_t parked = hx_counted(HX_C_preemptions_total);
+    hx_request r = { .tokens = t,
+                     .n_tokens = 300,
+                     .max_new = 300,
+                     .ignore_eos = true,
+                     .temperature = 1,
+                     .seed = 3,
+                     .want_logprobs = true,
+                     .no_store = no_store };
+    hx_stream *low[2], *high[3];
+    hx_status st;
+
+    make_text(e, t, N_MAX, 21);
+    hx_stream *s = submit(cold, &r);
+    read_all(s, b);
+    hx_stream_free(s);
+    low[0] = submit(e, &r);
+    wait_token(low[0], a);
+    r.tokens = t + 500; /* begins to read 900 tokens */
+    r.n_tokens = 900;
+    r.max_new = 20;
+    s = submit(cold, &r);
+    read_all(s, c);
+    hx_stream_free(s);
+    low[1] = submit(e, &r);
+    for (int i = 0; i < 3; i++) {
+        high[i] = submit(e, &(hx_request) { .tokens = t + 1000 + 100 * i,
+                                            .n_tokens = 90,
+                                            .max_new = 30,
+                                            .priority = 1,
+                                            .ignore_eos = true,
+                                            .want_logprobs = true });
+        usleep(30000);
+    }
+    answer *h = hx_new(answer, 1);
+    for (int i = 0; i < 3; i++) {
+        read_all(high[i], h);
+        hx_stream_free(high[i]);
+    }
+    hx_free(h);
+    answer *rest = hx_new(answer, 1);
+    read_all(low[0], rest);
+    memcpy(a->token + a->n, rest->token, (size_t)rest->n * sizeof(int32_t));
+    memcpy(a->logprob + a->n, rest->logprob, (size_t)rest->n * sizeof(float));
+    a->n += rest->n;
+    assert_same(a, b);
+    read_all(low[1], rest);
+    assert_same(rest, c);
+    assert_true(hx_counted(HX_C_preemptions_total) > parked);
+    hx_stream_free(low[0]);
+    hx_stream_free(low[1]);
+    hx_free(rest);
+    hx_forget(e);
+    hx_get_status(e, &st);
+    assert_int_equal(st.states, 0);
+    assert_int_equal(st.pages_kept, 0);
+    assert_int_equal(st.ram_bytes, 0);
+    hx_close(e);
+    hx_close(cold);
+    hx_free(t);
+    hx_free(a);
+    hx_free(b);
+    hx_free(c);
+}
+
+static void test_preempt(void **state)
+{
+    (void)state;
+    preempt(HX_PREFIX_REUSE, false);
+    preempt(HX_PREFIX_REUSE, true);
+    preempt(HX_PREFIX_OFF, false);
+}
+
+/* A preempted stream that is cancelled leaves nothing behind. */
+static void test_cancel_parked(void **state)
+{
+    hx_engine *e = open_with(
+        &(hx_options) { .max_streams = 1, .ctx_tokens = 1024, .prefix = HX_PREFIX_OFF });
+    int32_t t[200] = { 0 };
+    answer *a = hx_new(answer, 1);
+    hx_status st;
+
+    (void)state;
+    make_text(e, t, 200, 4);
+    hx_stream *low = submit(
+        e, &(hx_request) {
+               .tokens = t, .n_tokens = 100, .ignore_eos = true, .want_logprobs = true });
+    wait_token(low, a);
+    hx_stream *high = submit(e, &(hx_request) { .tokens = t + 50,
+                                                .n_tokens = 100,
+                                                .max_new = 60,
+                                                .ignore_eos = true,
+                                                .priority = 2,
+                                                .want_logprobs = true });
+    wait_token(high, a);
+    hx_get_status(e, &st);
+    assert_int_equal(st.running, 1);
+    assert_int_equal(st.waiting, 1);
+    hx_cancel(low);
+    read_all(low, a);
+    assert_int_equal(a->end.stop, HX_STOP_CANCEL);
+    read_all(high, a);
+    hx_stream_free(low);
+    hx_stream_free(high);
+    hx_forget(e);
+    hx_get_status(e, &st);
+    assert_int_equal(st.states, 0);
+    assert_int_equal(st.ram_bytes, 0);
+    hx_close(e);
+    hx_free(a);
+}
+
+/* ---- a thousand cancels ---------------------------------------------------- */
+
+typedef struct {
+    hx_engine *e;
+    uint64_t seed;
+    int bad;
+} crowd;
+
+static void *crowd_run(void *ud)
+{
+    crowd *c = ud;
+    int32_t t[512];
+    hx_event ev;
+    hx_err err;
+
+    for (uint64_t i = 0; i < 170; i++) {
+        const uint64_t x = hx_rng_at(c->seed, i);
+        const int64_t n = 20 + (int64_t)((x >> 20) % 480);
+        hx_stream *s;
+
+        for (int64_t k = 0; k < n; k++) /* prompts that share beginnings */
+            t[k] =
+                (int32_t)(hx_rng_at(k < n * (int64_t)(x % 4) / 4 ? 1 : x, (uint64_t)k) %
+                          3000);
+        const hx_request r = { .tokens = t,
+                               .n_tokens = n,
+                               .max_new = 1 + (int64_t)(x % 30),
+                               .temperature = 1,
+                               .seed = x,
+                               .priority = (int32_t)(x >> 50) % 3,
+                               .no_store = (x >> 54) % 5 == 0,
+                               .pin = (x >> 57) % 50 == 0 };
+        if (hx_submit(c->e, &r, &s, &err) != 0) {
+            c->bad++;
+            continue;
+        }
+        usleep((useconds_t)((x >> 30) % 40000));
+        hx_cancel(s);
+        do {
+            if (hx_next(s, &ev, 30000) != 1)
+                c->bad++;
+        } while (ev.kind != HX_EV_DONE && ev.kind != HX_EV_ERROR);
+        c->bad += ev.kind == HX_EV_ERROR;
+        hx_stream_free(s);
+    }
+    return NULL;
+}
+
+static void test_cancels(void **state)
+{
+    hx_engine *e = open_with(&(hx_options) {
+        .max_streams = 3, .ctx_tokens = 1024, .park_ram_bytes = 60u << 20 });
+    pthread_t t[6];
+    crowd c[6];
+    hx_status st;
+
+    (void)state;
+    for (int i = 0; i < 6; i++) {
+        c[i] = (crowd) { e, (uint64_t)i + 1, 0 };
+        assert_int_equal(pthread_create(&t[i], NULL, crowd_run, &c[i]), 0);
+    }
+    for (int i = 0; i < 6; i++) {
+        pthread_join(t[i], NULL);
+        assert_int_equal(c[i].bad, 0);
+    }
+    hx_get_status(e, &st);
+    printf("1020 cancels: %lld states, %lld pages kept, %.1f MB, %lld preemptions\n",
+           (long long)st.states, (long long)st.pages_kept, (double)st.ram_bytes / 1e6,
+           (long long)hx_counted(HX_C_preemptions_total));
+    assert_int_equal(st.pages_used, 0);
+    assert_int_equal(st.running + st.waiting, 0);
+    hx_forget(e);
+    hx_get_status(e, &st);
+    assert_int_equal(st.states, 0);
+    assert_int_equal(st.ram_bytes, 0);
+    assert_int_equal(e->cache->n_free, e->cache->n_page);
+    assert_int_equal(e->cache->n_held, 0);
+    for (int32_t i = 0; i < e->cache->n_slot; i++)
+        assert_false(e->cache->slot[i].used);
+    hx_close(e);
+}
+
+/* ---- disk -------------------------------------------------------------------- */
+
+static char folder[] = "/tmp/hoist-reuse-XXXXXX";
+
+static int64_t files_in_folder(bool remove_them)
+{
+    char path[512];
+    DIR *d = opendir(folder);
+    struct dirent *f;
+    int64_t n = 0;
+
+    while (d != NULL && (f = readdir(d)) != NULL)
+        if (f->d_name[0] != '.') {
+            n++;
+            snprintf(path, sizeof path, "%s/%.200s", folder, f->d_name);
+            if (remove_them)
+                unlink(path);
+        }
+    closedir(d);
+    return n;
+}
+
+/* A conversation goes on after a restart with the same bits, at its answer's end, at the
+ * end of its prompt, and before its last message; then corrupt files cost time only. */
+static void test_restart(void **state)
+{
+    const hx_options disk = { .ctx_tokens = 2048, .max_streams = 2, .park_dir = folder };
+    hx_engine *e, *cold = open_with(&(hx_options) {
+                      .ctx_tokens = 2048, .max_streams = 2, .prefix = HX_PREFIX_OFF });
+    int32_t *t = hx_new(int32_t, N_MAX);
+    answer *a = hx_new(answer, 1), *b = hx_new(answer, 1);
+    int64_t n = 1000;
+    char path[512];
+    hx_status st;
+
+    (void)state;
+    assert_non_null(mkdtemp(folder));
+    make_text(cold, t, N_MAX, 77);
+    for (int run = 0; run < 4; run++) {
+        e = open_with(&disk);
+        if (run > 0) {
+            hx_get_status(e, &st);
+            ask(e, t, n - 33 - 57, 33, a); /* the last prompt again */
+            assert_int_equal(a->end.cached, n - 33 - 57);
+            assert_same(a, b);
+        }
+        ask(e, t, n, 33, a);
+        assert_int_equal(a->end.cached, run == 0 ? 0 : n - 57 - 1);
+        ask(cold, t, n, 33, b);
+        assert_same(a, b);
+        hx_close(e);
+        memcpy(t + n, a->token, 33 * sizeof *t);
+        n += 33 + 57;
+    }
+    assert_true(files_in_folder(false) > 6);
+    /* Every file damaged somewhere: found out at open or when read. */
+    DIR *d = opendir(folder);
+    struct dirent *f;
+    uint64_t k = 0;
+    while ((f = readdir(d)) != NULL)
+        if (f->d_name[0] != '.') {
+            snprintf(path, sizeof path, "%s/%.200s", folder, f->d_name);
+            FILE *file = fopen(path, "r+");
+            fseek(file, 0, SEEK_END);
+            fseek(file, (long)(hx_rng_at(9, k++) % (uint64_t)ftell(file)), SEEK_SET);
+            const int c = fgetc(file);
+            fseek(file, -1, SEEK_CUR);
+            fputc(c ^ 1, file);
+            fclose(file);
+        }
+    closedir(d);
+    e = open_with(&disk);
+    ask(e, t, n - 33 - 57, 33, a);
+    assert_int_equal(a->end.cached, 0);
+    assert_same(a, b);
+    hx_forget(e);
+    hx_close(e);
+    assert_int_equal(files_in_folder(true), 0);
+    rmdir(folder);
+    hx_close(cold);
+    hx_free(t);
+    hx_free(a);
+    hx_free(b);
+}
+
+static void test_fit(void **state)
+{
+    hx_engine *e = open_with(&(hx_options) {
+        .max_streams = 2, .ctx_tokens = 1024, .park_ram_bytes = 100u << 20 });
+    const hx_fit f = hx_cache_fit(e, 1000), g = hx_cache_fit(e, 100);
+
+    (void)state;
+    assert_int_equal(f.here, 2);
+    assert_true(f.in_ram > 5 && f.in_ram < 100);
+    assert_int_equal(f.on_disk, 0);
+    assert_int_equal(g.here, 16);
+    assert_true(g.in_ram > f.in_ram);
+    hx_close(e);
+}
+
+/* reuse_test [PATTERN [DEVICE]]: only the tests whose names match. On a device whose decode rows
+ * differ from its prefill rows in the last bits, states that decode built differ from a cold
+ * prefill: test_conversation and test_restart are for those that have one arithmetic. */
+int main(int argc, char **argv)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_conversation),
+        cmocka_unit_test(test_conversation_strict),
+        cmocka_unit_test(test_parked_in_ram),
+        cmocka_unit_test(test_shared_prompt),
+        cmocka_unit_test(test_store_pin_forget),
+        cmocka_unit_test(test_preempt),
+        cmocka_unit_test(test_cancel_parked),
+        cmocka_unit_test(test_restart),
+        cmocka_unit_test(test_cancels),
+        cmocka_unit_test(test_fit),
+    };
+
+    if (argc > 1)
+        cmocka_set_test_filter(argv[1]);
+    device = argc > 2 ? argv[2] : NULL;
+    return cmocka_run_group_tests_name("reuse", tests, NULL, NULL);
+}

@@ -1,0 +1,461 @@
+/* park_test.c - files of kept states: what was written is read back, what was not written
+ * whole is never believed, whatever the disk does and whenever the process dies. */
+#include "park.c" /* before cmocka, whose mocks take common names */
+
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+
+#include <cmocka.h>
+
+#define PAGE_BYTES 5000
+#define STATE      777
+
+static char folder[] = "/tmp/hoist-park-XXXXXX";
+
+static int make_folder(void **state)
+{
+    (void)state;
+    strcpy(folder + sizeof folder - 7, "XXXXXX");
+    return mkdtemp(folder) == NULL;
+}
+
+static int empty_folder(void)
+{
+    DIR *d = opendir(folder);
+    struct dirent *f;
+    char path[PATH_BYTES];
+    int n = 0;
+
+    while (d != NULL && (f = readdir(d)) != NULL)
+        if (f->d_name[0] != '.') {
+            snprintf(path, sizeof path, "%s/%.200s", folder, f->d_name);
+            unlink(path);
+            n++;
+        }
+    closedir(d);
+    return n;
+}
+
+static int remove_folder(void **state)
+{
+    (void)state;
+    empty_folder();
+    return rmdir(folder);
+}
+
+static hx_park *open_with(uint8_t identity, uint64_t disk, uint64_t day,
+                          const hx_park_sys *sys)
+{
+    hx_park_opt opt = { .dir = folder,
+                        .disk_bytes = disk,
+                        .day_bytes = day,
+                        .page_bytes = PAGE_BYTES,
+                        .sys = sys };
+    hx_park *p;
+    hx_err err = { 0 };
+
+    opt.identity[0] = identity;
+    if (hx_park_open(&p, &opt, &err) != 0)
+        fail_msg("%s", err.msg);
+    return p;
+}
+
+static hx_park *open_plain(void)
+{
+    return open_with(1, 1u << 30, 1u << 30, NULL);
+}
+
+/* Content that follows from a seed. */
+static hx_blob *blob_of(uint64_t seed, size_t n)
+{
+    hx_blob *b = hx_blob_new(n, NULL);
+
+    for (size_t i = 0; i < n; i++)
+        b->p[i] = (uint8_t)hx_rng_at(seed, i);
+    return b;
+}
+
+static void queue_file(hx_park *p, uint64_t seed, int64_t from, int64_t n,
+                       const hx_park_name *parent)
+{
+    int32_t token[512];
+    uint64_t decoded[8];
+    hx_blob *page[8];
+    hx_park_head h = {
+        .from = from, .n = n, .pend = 1, .token = token, .decoded = decoded
+    };
+
+    if (parent != NULL)
+        h.parent = *parent;
+    for (int64_t i = 0; i < n - from; i++)
+        token[i] = (int32_t)(seed * 1000 + (uint64_t)(from + i));
+    for (int64_t i = 0; i < pages_in(from, n); i++) {
+        decoded[i] = seed + (uint64_t)i;
+        page[i] = blob_of(seed * 100 + (uint64_t)i, PAGE_BYTES);
+    }
+    assert_true(hx_park_write(p, &h, page, blob_of(seed, STATE), NULL));
+}
+
+static int write_one(hx_park *p, uint64_t seed, int64_t from, int64_t n,
+                     const hx_park_name *parent, hx_park_name *name)
+{
+    hx_park_done d;
+
+    queue_file(p, seed, from, n, parent);
+    assert_true(hx_park_poll(p, &d, true));
+    assert_int_equal(d.kind, HX_PARK_WRITE);
+    if (name != NULL)
+        *name = d.name;
+    return d.rc;
+}
+
+/* Reads a file and compares all of it. Returns the read's code. */
+static int check_file(hx_park *p, const hx_park_name *name, uint64_t seed, int64_t n_page)
+{
+    hx_park_done d;
+
+    assert_true(hx_park_read(p, name, true, NULL, NULL));
+    assert_true(hx_park_poll(p, &d, true));
+    if (d.rc != 0)
+        return d.rc;
+    assert_int_equal(d.n_page, n_page);
+    for (int64_t i = 0; i < n_page; i++) {
+        hx_blob *want = blob_of(seed * 100 + (uint64_t)i, PAGE_BYTES);
+
+        assert_memory_equal(d.page[i]->p, want->p, PAGE_BYTES);
+        hx_blob_unref(want);
+        hx_blob_unref(d.page[i]);
+    }
+    hx_blob *want = blob_of(seed, STATE);
+    assert_int_equal(d.state->n, STATE);
+    assert_memory_equal(d.state->p, want->p, STATE);
+    hx_blob_unref(want);
+    hx_blob_unref(d.state);
+    hx_free(d.page);
+    return 0;
+}
+
+static int64_t count_found(const hx_park *p)
+{
+    int64_t n = 0;
+
+    while (hx_park_found(p, n) != NULL)
+        n++;
+    return n;
+}
+
+static void test_round_trip(void **state)
+{
+    hx_park *p = open_plain();
+    hx_park_name a, b;
+    char path[PATH_BYTES];
+    uint8_t *raw, sum[32];
+    size_t n;
+
+    (void)state;
+    assert_int_equal(write_one(p, 1, 0, 192, NULL, &a), 0);
+    assert_int_equal(write_one(p, 2, 192, 300, &a, &b), 0);
+    assert_int_equal(check_file(p, &a, 1, 3), 0);
+    assert_int_equal(check_file(p, &b, 2, 2), 0);
+    hx_park_close(p);
+    p = open_plain(); /* a new run */
+    assert_int_equal(count_found(p), 2);
+    const hx_park_head *x = hx_park_found(p, 0), *y = hx_park_found(p, 1);
+    assert_true(x->from == 0 && x->n == 192 && y->from == 192 && y->n == 300);
+    assert_memory_equal(y->parent.b, x->name.b, 32);
+    assert_memory_equal(x->name.b, a.b, 32);
+    assert_int_equal(x->token[5], 1005);
+    assert_int_equal(y->token[107], 2000 + 192 + 107);
+    assert_true(y->decoded[1] == 3 && y->pend == 1 && y->state_bytes == STATE);
+    hx_park_found_end(p);
+    assert_int_equal(check_file(p, &b, 2, 2), 0);
+    /* The name is the digest of the head, as the format says. */
+    path_of(p, &a, path);
+    assert_int_equal(hx_file_read(path, 1u << 20, (char **)&raw, &n, NULL), 0);
+    assert_int_equal(n, 256 + 3 * 8 + 192 * 4 + 4 * 16 + 3 * PAGE_BYTES + STATE);
+    assert_true(sha256(raw, 256 + 3 * 8 + 192 * 4 + 4 * 16, sum));
+    assert_memory_equal(sum, a.b, 32);
+    hx_free(raw);
+    hx_park_delete(p, &a);
+    assert_int_equal(check_file(p, &a, 1, 3), HX_EFORMAT);
+    hx_park_close(p);
+    empty_folder();
+}
+
+/* One byte changed anywhere, or the file cut anywhere: found out at the next open or at
+ * reading, and the file is gone; its neighbours are not. */
+static void test_corrupt(void **state)
+{
+    (void)state;
+    for (uint64_t k = 0; k < 120; k++) {
+        hx_park *p = open_plain();
+        hx_park_name a, b;
+        char path[PATH_BYTES];
+        struct stat st;
+        bool gone;
+
+        assert_int_equal(write_one(p, 1, 0, 128, NULL, &a), 0);
+        assert_int_equal(write_one(p, 2, 0, 70, NULL, &b), 0);
+        path_of(p, &a, path);
+        hx_park_close(p);
+        const int fd = open(path, O_RDWR);
+        assert_int_equal(fstat(fd, &st), 0);
+        if (k % 3 == 0) {
+            assert_int_equal(
+                ftruncate(fd, (off_t)(hx_rng_at(k, 1) % (uint64_t)st.st_size)), 0);
+        } else {
+            /* Heads are a small part of a file: half the changes go there. */
+            const off_t at =
+                (off_t)(hx_rng_at(k, 2) % (k % 3 == 1 ? 800 : (uint64_t)st.st_size));
+            uint8_t c;
+
+            assert_int_equal(pread(fd, &c, 1, at), 1);
+            c ^= (uint8_t)(1 << k % 8);
+            assert_int_equal(pwrite(fd, &c, 1, at), 1);
+        }
+        close(fd);
+        p = open_plain();
+        /* Identity and version are read first: such a file is another build's. */
+        gone = count_found(p) == 1;
+        if (!gone) {
+            assert_int_equal(count_found(p), 2);
+            assert_int_equal(check_file(p, &a, 1, 2), HX_EFORMAT);
+            assert_false(hx_file_exists(path));
+        } else if (hx_file_exists(path)) {
+            assert_true(hx_park_drop_foreign(p));
+        }
+        assert_false(hx_file_exists(path));
+        assert_int_equal(check_file(p, &b, 2, 2), 0);
+        hx_park_close(p);
+        empty_folder();
+    }
+}
+
+/* Files that are not ours stay; those of another model are skipped, and go first when room
+ * is needed; leftovers of a dead writer go, those of a living one do not. */
+static void test_other_files(void **state)
+{
+    static const char *const names[] = { "notes.txt", "abc.park", "writing-dead",
+                                         "writing-alive" };
+    char path[PATH_BYTES];
+    hx_park *p;
+    int fd = -1;
+
+    (void)state;
+    for (size_t i = 0; i < HX_LEN(names); i++) {
+        snprintf(path, sizeof path, "%s/%s", folder, names[i]);
+        fd = open(path, O_WRONLY | O_CREAT, 0600);
+        assert_int_equal(write(fd, "hello", 5), 5);
+        if (i + 1 < HX_LEN(names))
+            close(fd);
+    }
+    assert_int_equal(flock(fd, LOCK_EX), 0);
+    p = open_with(2, 1u << 30, 1u << 30, NULL);
+    assert_int_equal(write_one(p, 1, 0, 64, NULL, NULL), 0);
+    hx_park_close(p);
+    p = open_plain();
+    assert_int_equal(count_found(p), 0);
+    assert_true(hx_park_bytes(p) > PAGE_BYTES);
+    assert_true(hx_park_drop_foreign(p));
+    assert_false(hx_park_drop_foreign(p));
+    assert_int_equal(hx_park_bytes(p), 0);
+    hx_park_close(p);
+    for (size_t i = 0; i < HX_LEN(names); i++) {
+        snprintf(path, sizeof path, "%s/%s", folder, names[i]);
+        assert_int_equal(hx_file_exists(path), i != 2);
+    }
+    close(fd);
+    assert_int_equal(empty_folder(), 3);
+}
+
+/* ---- a disk that fails ------------------------------------------------------ */
+
+static int64_t fail_in; /* calls until one fails; negative: none */
+
+static bool fails(void)
+{
+    return fail_in >= 0 && fail_in-- == 0;
+}
+
+static int64_t bad_write(int fd, const void *p, size_t n)
+{
+    if (fails()) {
+        errno = ENOSPC;
+        return -1;
+    }
+    return write(fd, p, n > 1000 ? n / 2 : n); /* always short */
+}
+
+static int bad_sync(int fd)
+{
+    (void)fd;
+    if (fails()) {
+        errno = EIO;
+        return -1;
+    }
+    return 0;
+}
+
+static int bad_rename(const char *from, const char *to)
+{
+    if (fails()) {
+        errno = EIO;
+        return -1;
+    }
+    return rename(from, to);
+}
+
+/* Short writes lose nothing; whichever call fails, the write says so and leaves no file. */
+static void test_failing_disk(void **state)
+{
+    const hx_park_sys sys = { bad_write, bad_sync, bad_rename };
+    hx_park *p = open_with(1, 1u << 30, 1u << 30, &sys);
+    hx_park_name a;
+    int64_t k = 0;
+
+    (void)state;
+    for (;; k++) {
+        fail_in = k;
+        const int rc = write_one(p, 3, 0, 128, NULL, &a);
+        if (fail_in >= 0)
+            break; /* nothing failed any more */
+        assert_int_equal(rc, HX_EIO);
+        assert_int_equal(empty_folder(), 0);
+        assert_int_equal(hx_park_bytes(p), 0);
+    }
+    fail_in = -1;
+    printf("%lld calls, each failed once\n", (long long)k);
+    assert_true(k > 10);
+    assert_int_equal(check_file(p, &a, 3, 2), 0);
+    hx_park_close(p);
+    empty_folder();
+}
+
+static void test_budgets(void **state)
+{
+    hx_park *p = open_with(1, 30000, 50000, NULL);
+    const hx_park_head h = { .n = 128, .state_bytes = STATE };
+    const uint64_t bytes = hx_park_file_bytes(p, &h);
+    hx_park_name a;
+
+    (void)state;
+    assert_true(bytes > 2 * PAGE_BYTES && bytes < 2 * PAGE_BYTES + 3000);
+    for (int i = 0; i < 4; i++) { /* written and deleted: the day counts all of them */
+        assert_true(hx_park_fits_day(p, bytes));
+        assert_true(hx_park_fits_disk(p, bytes));
+        assert_int_equal(write_one(p, (uint64_t)i + 1, 0, 128, NULL, &a), 0);
+        assert_int_equal(hx_park_bytes(p), bytes);
+        assert_true(hx_park_fits_disk(p, bytes));
+        assert_false(hx_park_fits_disk(p, 2 * bytes));
+        if (i < 3)
+            hx_park_delete(p, &a);
+    }
+    assert_false(hx_park_fits_day(p, bytes));
+    hx_park_close(p);
+    p = open_with(1, 30000, 50000, NULL); /* what is there was written today */
+    assert_true(hx_park_fits_day(p, 2 * bytes));
+    assert_false(hx_park_fits_day(p, 50000));
+    hx_park_close(p);
+    empty_folder();
+}
+
+/* ---- kill -9 ---------------------------------------------------------------- */
+
+/* Writes files and tells of each that is there for good, until it is killed. */
+static void write_for_ever(int out)
+{
+    hx_park *p = open_plain();
+
+    for (uint64_t seed = 1;; seed++) {
+        hx_park_name name;
+
+        if (write_one(p, seed, 0, 64 + (int64_t)(seed % 200), NULL, &name) != 0 ||
+            write(out, &seed, sizeof seed) != sizeof seed ||
+            write(out, &name, sizeof name) != sizeof name)
+            _exit(1);
+    }
+}
+
+static void test_kill(void **state)
+{
+    int64_t told = 0, kills = 0;
+
+    (void)state;
+    for (uint64_t k = 0; k < 100; k++) {
+        struct {
+            uint64_t seed;
+            hx_park_name name;
+        } file[4096];
+        int fd[2], n = 0, status;
+
+        assert_int_equal(pipe(fd), 0);
+        const pid_t child = fork();
+        if (child == 0) {
+            close(fd[0]);
+            write_for_ever(fd[1]);
+        }
+        close(fd[1]);
+        usleep((useconds_t)(1000 + hx_rng_at(k, 0) % 20000));
+        kill(child, SIGKILL);
+        waitpid(child, &status, 0);
+        kills += WIFSIGNALED(status);
+        while (n < 4096 && read(fd[0], &file[n].seed, 8) == 8 &&
+               read(fd[0], &file[n].name, 32) == 32)
+            n++;
+        close(fd[0]);
+        hx_park *p = open_plain();
+        /* All that was told of is there and whole; nothing else is found that is not. */
+        for (int i = 0; i < n; i++)
+            assert_int_equal(check_file(p, &file[i].name, file[i].seed,
+                                        pages_in(0, 64 + (int64_t)(file[i].seed % 200))),
+                             0);
+        for (int64_t i = 0; hx_park_found(p, i) != NULL; i++) {
+            hx_park_done d;
+
+            assert_true(hx_park_read(p, &hx_park_found(p, i)->name, true, NULL, NULL));
+            assert_true(hx_park_poll(p, &d, true));
+            assert_int_equal(d.rc, 0);
+            for (int64_t j = 0; j < d.n_page; j++)
+                hx_blob_unref(d.page[j]);
+            hx_free(d.page);
+            hx_blob_unref(d.state);
+        }
+        told += n;
+        hx_park_close(p);
+        empty_folder();
+    }
+    printf("%lld kills, %lld files were told of\n", (long long)kills, (long long)told);
+    assert_int_equal(kills, 100);
+    assert_true(told > 50);
+}
+
+static void test_identity(void **state)
+{
+    uint8_t a[32], b[32];
+    hx_err err = { 0 };
+
+    (void)state;
+    assert_int_equal(hx_park_identify(a, "models/demo-exl3", "x", &err), 0);
+    assert_int_equal(hx_park_identify(b, "models/demo-exl3", "x", &err), 0);
+    assert_memory_equal(a, b, 32);
+    assert_int_equal(hx_park_identify(b, "models/demo-exl3", "y", &err), 0);
+    assert_memory_not_equal(a, b, 32);
+    assert_int_equal(hx_park_identify(b, "synthetic:glm-5.3-flash", "x", &err), 0);
+    assert_memory_not_equal(a, b, 32);
+    assert_int_equal(hx_park_identify(b, folder, "x", &err), HX_EIO);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_round_trip),  cmocka_unit_test(test_corrupt),
+        cmocka_unit_test(test_other_files), cmocka_unit_test(test_failing_disk),
+        cmocka_unit_test(test_budgets),     cmocka_unit_test(test_kill),
+        cmocka_unit_test(test_identity),
+    };
+
+    return cmocka_run_group_tests_name("park", tests, make_folder, remove_folder);
+}
