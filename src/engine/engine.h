@@ -262,6 +262,8 @@ struct hx_engine {
 };
 
 void *hx_sched_run(void *engine); /* sched.c: the engine thread */
+/* The layers of a decode step, and the logits of all its rows. */
+int hx_sched_decode(hx_engine *e, const hx_batch *b, hx_err *err);
 /* What n more requests would wait, in microseconds. Under lock. */
 double hx_sched_wait_us(const hx_engine *e, int64_t n);
 void hx_engine_stream_destroy(hx_stream *s); /* engine.c */

@@ -195,10 +195,14 @@ static int run_rows(hx_engine *e, hx_graph *g, hx_phase phase, int32_t slot,
     const int64_t start = hx_now_us();
     int rc;
 
-    if ((rc = hx_cache_grow(e->cache, slot, q->n_pos + n, err)) != 0 ||
-        (rc = hx_graph_begin(g, &batch, err)) != 0 ||
-        (rc = hx_graph_layers(g, 0, e->model->desc.n_layer, err)) != 0 ||
-        (rc = hx_graph_out(g, n - 1, 1, err)) != 0)
+    if ((rc = hx_cache_grow(e->cache, slot, q->n_pos + n, err)) != 0)
+        return rc;
+    if (phase == HX_PHASE_DECODE)
+        rc = hx_sched_decode(e, &batch, err);
+    else if ((rc = hx_graph_begin(g, &batch, err)) == 0 &&
+             (rc = hx_graph_layers(g, 0, e->model->desc.n_layer, err)) == 0)
+        rc = hx_graph_out(g, n - 1, 1, err);
+    if (rc != 0)
         return rc;
     q->n_pos += n;
     q->pend = phase == HX_PHASE_DECODE ? 1 : 0;

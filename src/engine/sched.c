@@ -478,22 +478,24 @@ static int32_t add_rows(hx_engine *e, int32_t *n_new)
     return n;
 }
 
-/* The layers of a decode step. With an expert store its end is waited for: false too when a
- * lane missed its deadline, so that nothing of the step may be used. */
-static bool run_step(hx_engine *e, const hx_batch *b, hx_err *err)
+/* With an expert store the step's end is waited for: when a lane has missed its deadline
+ * nothing of the step may be used. */
+int hx_sched_decode(hx_engine *e, const hx_batch *b, hx_err *err)
 {
     hx_store *s = e->model->store;
+    hx_err late = { 0 };
     int32_t id;
-    int rc;
+    int rc, rc_end;
 
     if (s == NULL)
-        return hx_graph_step(e->decode, b, err) == 0;
+        return hx_graph_step(e->decode, b, err);
     hx_store_begin(s);
     if ((rc = hx_graph_step(e->decode, b, err)) == 0)
         rc = hx_dev_get(e->dev, &id, e->out_id, sizeof id, err);
-    return hx_store_end(s, rc == 0 ? b->rows.n_row : 0,
-                        rc == 0 ? err : &(hx_err) { 0 }) == 0 &&
-           rc == 0;
+    rc_end = hx_store_end(s, rc == 0 ? b->rows.n_row : 0, &late);
+    if (rc == 0 && rc_end != 0)
+        *err = late;
+    return rc != 0 ? rc : rc_end;
 }
 
 /* One token of every stream that is ready. */
@@ -510,7 +512,7 @@ static void decode_step(hx_engine *e)
                              .id = e->id,
                              .rows = { .span = e->span, .n_span = n, .n_row = n } };
 
-    if (!run_step(e, &batch, &err)) {
+    if (hx_sched_decode(e, &batch, &err) != 0) {
         for (int32_t r = 0; r < n; r++)
             end_stream(e->row_of[r], HX_STOP_NONE, -1, &err);
         return;
