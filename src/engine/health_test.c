@@ -629,7 +629,7 @@ static void test_record(void **state)
     hx_free(a);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_stall),
@@ -646,5 +646,7 @@ int main(void)
         cmocka_unit_test(test_record),
     };
 
+    if (argc > 1)
+        cmocka_set_test_filter(argv[1]);
     return cmocka_run_group_tests_name("health", tests, NULL, NULL);
 }
