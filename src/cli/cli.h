@@ -16,6 +16,10 @@ typedef struct {
     int64_t port, ctx, threads, streams, queue, n, seed;
     uint64_t cache;
     double temp;
+    double bits, head_bits; /* quantize */
+    const char *codebook, *calib;
+    int64_t calib_rows, calib_cols;
+    bool half_rates, resume;
     bool has_temp, has_seed, raw, tensors, verify, official, help;
 } hx_cli;
 
@@ -37,5 +41,6 @@ int cmd_chat(const hx_cli *c);
 int cmd_logits(const hx_cli *c);
 int cmd_inspect(const hx_cli *c);
 int cmd_bench(const hx_cli *c);
+int cmd_quantize(const hx_cli *c);
 
 #endif

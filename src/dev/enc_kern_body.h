@@ -83,11 +83,11 @@ INLINE void step_group(const hx_enc_step *s, int64_t o, int in, int out, bool tr
     }
 
 /* Whole rates, and the half ones between, whose positions alternate. */
+/* clang-format off */
 #define RATES(X)                                                                         \
-    X(1, 1)                                                                              \
-    X(2, 2)                                                                              \
-    X(3, 3) X(4, 4) X(5, 5) X(6, 6) X(7, 7) X(8, 8) X(1, 2) X(2, 1) X(2, 3) X(3, 2)      \
-        X(3, 4) X(4, 3)
+    X(1, 1) X(2, 2) X(3, 3) X(4, 4) X(5, 5) X(6, 6) X(7, 7) X(8, 8)                      \
+    X(1, 2) X(2, 1) X(2, 3) X(3, 2) X(3, 4) X(4, 3)
+/* clang-format on */
 
 RATES(STEP)
 

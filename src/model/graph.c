@@ -164,7 +164,12 @@ hx_buf hx_graph_hidden(const hx_graph *g)
     return g->hidden;
 }
 
-int hx_graph_begin(hx_graph *g, const hx_batch *b, hx_err *err)
+hx_buf hx_graph_streams(const hx_graph *g)
+{
+    return g->streams;
+}
+
+int hx_graph_resume(hx_graph *g, const hx_batch *b, int64_t next, hx_err *err)
 {
     const hx_desc *d = &g->model->desc;
     const size_t n_id = (size_t)b->rows.n_row, n_span = (size_t)b->rows.n_span;
@@ -178,7 +183,7 @@ int hx_graph_begin(hx_graph *g, const hx_batch *b, hx_err *err)
         return hx_fail(err, HX_EARG, "graph: %lld rows, expected 1..%lld",
                        (long long)b->rows.n_row, (long long)g->max_rows);
     g->batch = b;
-    g->next = 0;
+    g->next = next;
     c->dev = g->dev;
     c->d = d;
     c->phase = b->phase;
@@ -187,9 +192,17 @@ int hx_graph_begin(hx_graph *g, const hx_batch *b, hx_err *err)
     c->rows.dev = g->span;
     c->x = g->x;
     c->y = g->y;
-    if ((rc = hx_dev_put(g->dev, g->id, b->id, n_id * sizeof *b->id, err)) != 0 ||
-        (rc = hx_dev_put(g->dev, g->span, b->rows.span, n_span * sizeof(hx_span), err)) !=
-            0)
+    if ((rc = hx_dev_put(g->dev, g->id, b->id, n_id * sizeof *b->id, err)) != 0)
+        return rc;
+    return hx_dev_put(g->dev, g->span, b->rows.span, n_span * sizeof(hx_span), err);
+}
+
+int hx_graph_begin(hx_graph *g, const hx_batch *b, hx_err *err)
+{
+    const hx_desc *d = &g->model->desc;
+    const int rc = hx_graph_resume(g, b, 0, err);
+
+    if (rc != 0)
         return rc;
     const hx_embed_args embed = { .y = g->streams,
                                   .id = g->id,
