@@ -186,13 +186,12 @@ def check(source, out):
     say('fp8_to_bf16', t[name] == ('BF16', [32, 8], bf16(plain(src, name, block))), 'differs')
     say('other_files', open(out + '/tokenizer_config.json').read() == '{"kept": true}\n' and
         not os.path.exists(out + '/.quantize'), 'files')
-    total = sum(t[k + '.trellis'][1][2] / 16 * n for k, n in
-                ((k, sum(np.prod(src[x + '.weight'][1]) for x in
-                         ([k.replace('qkv', c) for c in 'qkv'] if k.endswith('qkv_proj') else [k])))
-                 for k in keys if 'layers.2.' not in k and k != 'lm_head'))
-    count = sum(np.prod(src[k][1]) for k in src if k.endswith('.weight') and
-                any(k[:-7] == x or k[:-7].replace('.%s_proj' % k[-13:-12], '.qkv_proj') == x for x in keys)
-                and 'layers.2.' not in k and k != 'lm_head.weight')
+    total = count = 0
+    for k in keys:
+        if 'layers.2.' not in k and k != 'lm_head':
+            parts = [k.replace('qkv', c) for c in 'qkv'] if k.endswith('qkv_proj') else [k]
+            n = sum(np.prod(src[x + '.weight'][1]) for x in parts)
+            total, count = total + n * t[k + '.trellis'][1][2] / 16, count + n
     say('bits', abs(total / count - q['bits']) < 2e-3 and q['bits'] <= 5, '%g, said %g' % (total / count, q['bits']))
 
 

@@ -31,6 +31,7 @@ typedef struct {
     bool own_pool;
     score *score;       /* [n_unit] */
     int64_t pass;       /* last one done, or -1 */
+    int64_t n_resumed;  /* units done by earlier runs; -1: there was none */
     bool copied;        /* plain tensors are in place */
     float *hessian;     /* of layer and input below */
     int64_t hess_layer; /* … */
@@ -136,7 +137,9 @@ static int read_lines(job *j, char *text, hx_err *err)
         j->weights += n;
         if (j->plan.unit[i].done)
             j->done += n;
+        j->n_resumed += text != NULL && j->plan.unit[i].done;
     }
+    j->n_resumed += text != NULL;
     j->done_before = j->done;
     return 0;
 }
@@ -417,7 +420,6 @@ static void print_rates(const job *j)
     }
     printf("together %.3f bits, output matrix %g\n", j->plan.bits,
            j->plan.opt.head_k2 / 2.0);
-    fflush(stdout);
 }
 
 /* ---- command -------------------------------------------------------------------------- */
@@ -475,6 +477,10 @@ static int run(job *j, hx_err *err)
     int rc;
 
     print_rates(j);
+    if (j->n_resumed >= 0)
+        printf("resumed: %lld of %lld matrices are done\n", (long long)j->n_resumed,
+               (long long)j->plan.n_unit);
+    fflush(stdout);
     j->start_us = hx_now_us();
     if (!j->copied && ((rc = qz_out_copy(&j->out, &j->plan, err)) != 0 ||
                        (rc = qz_out_note(&j->out, err, "copied")) != 0))
@@ -489,6 +495,7 @@ int cmd_quantize(const hx_cli *c)
     job j = { .c = c,
               .out = { .journal = -1 },
               .pass = -1,
+              .n_resumed = -1,
               .hess_layer = -1,
               .hess = QZ_H_NONE,
               .person = isatty(2) == 1 };

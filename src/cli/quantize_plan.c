@@ -324,7 +324,7 @@ int qz_plan_open(qz_plan *p, hx_model *m, const qz_plan_opt *opt, hx_err *err)
 
 void qz_plan_close(qz_plan *p)
 {
-    for (int32_t i = 0; i < p->n_file; i++)
+    for (int32_t i = 0; p->file != NULL && i < p->n_file; i++)
         hx_sb_free(&p->file[i].head);
     hx_free(p->file);
     hx_free(p->unit);
