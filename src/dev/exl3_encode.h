@@ -55,7 +55,7 @@ typedef struct {
 } hx_exl3_out;
 
 /* All threads of the pool (NULL: this one) work on the one matrix. Memory: about
- * 4 (3 k^2 + 7 k n) bytes. Errors: HX_EARG, HX_ENOMEM. */
+ * 4 (2 k^2 + 4 k n) bytes. Errors: HX_EARG, HX_ENOMEM. */
 int hx_exl3_encode(const hx_exl3_job *job, hx_pool *pool, hx_exl3_out *out, hx_err *err);
 
 #endif
