@@ -12,8 +12,8 @@
 #include "cli/quantize.h"
 #include "dev/exl3_encode.h"
 
-#define WEIGH_ROWS  8 /* of the calibration, for the allocation of bits */
-#define SHARD_BYTES ((uint64_t)8192 << 20)
+#define WEIGH_TOKENS 2048 /* of the calibration, for the allocation of bits */
+#define SHARD_BYTES  ((uint64_t)8192 << 20)
 
 /* How well a unit came out; kept in the journal. */
 typedef struct {
@@ -144,8 +144,8 @@ static int read_lines(job *j, char *text, hx_err *err)
     return 0;
 }
 
-/* What the classes of each layer add to the streams: measured once, then read back, so
- * that a resumed conversion has the same rates. */
+/* What errors in the classes of each layer do to the answers: measured once, then read
+ * back, so that a resumed conversion has the same rates. */
 static int weigh(job *j, hx_err *err)
 {
     const size_t n = (size_t)(j->model->desc.n_layer + 1) * sizeof *j->plan.weight;
@@ -164,7 +164,8 @@ static int weigh(job *j, hx_err *err)
         hx_free(raw);
         return got == n ? 0 : hx_fail(err, HX_EFORMAT, "%s: has another size", path);
     }
-    rc = qz_calib_weigh(j->calib, j->plan.weight, WEIGH_ROWS, err);
+    rc = qz_calib_weigh(j->calib, j->plan.weight, HX_MAX(WEIGH_TOKENS / j->text.cols, 1),
+                        err);
     return rc != 0 ? rc : qz_write_file(path, j->plan.weight, n, err);
 }
 

@@ -81,8 +81,8 @@ typedef struct {
     qz_file *file; /* the last is mtp.safetensors where there is an MTP block */
     int32_t n_file;
     bool has_mtp;
-    /* What a class adds to the streams of a layer, relative to them, [n_layer + 1][class];
-     * 1 everywhere without calibration. */
+    /* How much the answers change with a class's relative squared error in a layer, nats
+     * per position, [n_layer + 1][class]; 1 everywhere without calibration. */
     double (*weight)[QZ_N_CLASS];
     int32_t (*rate)[QZ_N_CLASS]; /* k2 per group; 0: no such group */
     double bits;                 /* reached */
@@ -153,7 +153,8 @@ int qz_calib_open(qz_calib **out, hx_model *m, const qz_text *text, const char *
                   int n_threads, const char *cpus, hx_err *err);
 void qz_calib_close(qz_calib *c);
 hx_pool *qz_calib_pool(const qz_calib *c);
-/* The first max_rows rows through the whole model: fills weight. */
+/* Measures weight: the first max_rows rows through the original model, once as they are
+ * and once per group with a little noise in its products. */
 int qz_calib_weigh(qz_calib *c, double (*weight)[QZ_N_CLASS], int64_t max_rows,
                    hx_err *err);
 /* Runs all rows through layer - 1, whose matrices are quantised by now, keeps what comes

@@ -13,8 +13,9 @@
 #include "dev/fmt_plain.h"
 
 #define TEXT_MAX (1u << 30)
-#define OUT_ROWS 64 /* of logits at a time, which nobody looks at */
-#define MIN_ROW  16 /* tokens; a shorter rest of a text is left out */
+#define OUT_ROWS 64   /* of logits at a time, which nobody looks at */
+#define MIN_ROW  16   /* tokens; a shorter rest of a text is left out */
+#define NOISE    1e-3 /* of a product's variance: between 5 and 6 bits */
 
 /* Sum of x x^T over rows, and what the shrinkage needs. */
 typedef struct {
@@ -22,11 +23,6 @@ typedef struct {
     int64_t k, k_pad, rows;
     double fourth; /* sum of |x|^4 */
 } gram;
-
-/* Squared norms that a layer's parts add to the streams, and those of the streams. */
-typedef struct {
-    double part[QZ_N_CLASS], streams;
-} energy;
 
 struct qz_calib {
     hx_model *model;
@@ -40,8 +36,9 @@ struct qz_calib {
     int64_t layer; /* whose inputs are looked at; -1: none */
     gram *gram;    /* [n_gram] of that layer, by QZ_H_… */
     int64_t n_gram;
-    energy *energy; /* [n_layer], or NULL */
-    float *row;     /* scratch for rows of an expert: x, gate, up */
+    int noisy;   /* class of the layer whose products get noise; -1: none */
+    int n_noise; /* products that got some in this call */
+    float *row;  /* scratch for rows of an expert: x, gate, up */
     size_t row_floats;
     float *pad; /* scratch for rows with padding */
     size_t pad_floats;
@@ -190,14 +187,24 @@ static int look(qz_calib *c, int64_t which, const float *x, int64_t ldx, int64_t
     return 0;
 }
 
-static double square(const float *x, int64_t ldx, int64_t rows, int64_t n)
+/* Adds to each output what a search of distortion NOISE would add to it, about: noise in
+ * proportion to the output's rms over the rows. times: how many such errors at once. */
+static void add_noise(qz_calib *c, float *y, int64_t ldy, int64_t rows, int64_t n,
+                      int times)
 {
-    double sum = 0;
+    const uint64_t seed = (uint64_t)c->n_noise++ << 32;
 
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t i = 0; i < n; i++)
-            sum += (double)x[r * ldx + i] * (double)x[r * ldx + i];
-    return isfinite(sum) ? sum : 0;
+    for (int64_t j = 0; j < n; j++) {
+        double sum = 0;
+
+        for (int64_t r = 0; r < rows; r++)
+            sum += (double)y[r * ldy + j] * (double)y[r * ldy + j];
+        const double rms = sqrt(sum / (double)rows * NOISE * times);
+
+        for (int64_t r = 0; r < rows && isfinite(rms); r++)
+            y[r * ldy + j] +=
+                (float)(rms * hx_rng_normal(seed | (uint64_t)j, (uint64_t)r));
+    }
 }
 
 /* The spy is found from the device: only the table in front of it is ours. */
@@ -230,6 +237,22 @@ static int32_t input_of(const qz_calib *c, const hx_mat *w)
     return QZ_H_NONE;
 }
 
+/* The class of a matrix of the current layer that is to be quantised, or -1. */
+static int class_of(const qz_calib *c, const hx_mat *w)
+{
+    const hx_layer *l = &c->model->layer[c->layer];
+    const hx_mat *const attn[] = { &l->kda.qkv[0], &l->kda.qkv[1], &l->kda.qkv[2],
+                                   &l->kda.o,      &l->mla.q_a,    &l->mla.q_b,
+                                   &l->mla.kv_a,   &l->mla.o,      &l->mla.index_q };
+
+    for (size_t i = 0; i < HX_LEN(attn); i++)
+        if (w == attn[i])
+            return QZ_ATTN;
+    if (w == &l->dense.gate || w == &l->dense.up || w == &l->dense.down)
+        return l->ffn == HX_FFN_DENSE ? QZ_DENSE : QZ_SHARED;
+    return -1;
+}
+
 static int spy_matmul(hx_dev *d, const hx_matmul_args *a, hx_err *err)
 {
     qz_calib *c = owner(d);
@@ -241,12 +264,8 @@ static int spy_matmul(hx_dev *d, const hx_matmul_args *a, hx_err *err)
         return rc;
     if ((rc = c->ops->matmul(d, a, err)) != 0)
         return rc;
-    if (c->energy != NULL && (hess == QZ_H_O || hess == QZ_H_DOWN)) {
-        const int class = hess == QZ_H_O                                  ? QZ_ATTN
-                          : c->model->layer[c->layer].ffn == HX_FFN_DENSE ? QZ_DENSE
-                                                                          : QZ_SHARED;
-        c->energy[c->layer].part[class] += square(a->y.p, a->ldy, a->rows, a->w->n);
-    }
+    if (c->noisy >= 0 && class_of(c, a->w) == c->noisy)
+        add_noise(c, a->y.p, a->ldy, a->rows, a->w->n, 1);
     return 0;
 }
 
@@ -299,20 +318,10 @@ static int spy_moe(hx_dev *d, const hx_moe_args *a, hx_err *err)
         for (int32_t e = 0; e < (int32_t)a->n_expert; e++)
             if ((rc = look_at_expert(c, a, e, err)) != 0)
                 return rc;
-    return c->ops->moe(d, a, err);
-}
-
-static int spy_combine(hx_dev *d, const hx_combine_args *a, hx_err *err)
-{
-    qz_calib *c = owner(d);
-
-    for (int64_t i = 0; c->energy != NULL && i < a->rows * a->active; i++) {
-        const double w = (double)((const float *)a->weight.p)[i];
-
-        c->energy[c->layer].part[QZ_ROUTED] +=
-            w * w * square((const float *)a->part.p + i * a->dim, a->dim, 1, a->dim);
-    }
-    return c->ops->combine(d, a, err);
+    if ((rc = c->ops->moe(d, a, err)) == 0 && c->noisy == QZ_ROUTED)
+        add_noise(c, a->y.p, a->expert->down.n, a->rows * a->active, a->expert->down.n,
+                  3);
+    return rc;
 }
 
 /* ---- opening ------------------------------------------------------------------ */
@@ -332,7 +341,7 @@ int qz_calib_open(qz_calib **out, hx_model *m, const qz_text *text, const char *
         return hx_fail(err, HX_ENOMEM, "calibration: no memory");
     c->model = m;
     c->text = text;
-    c->layer = -1;
+    c->layer = c->noisy = -1;
     snprintf(c->work, sizeof c->work, "%s", work);
     if ((rc = hx_dev_open(&c->dev, &opt, err)) != 0 ||
         (rc = hx_cache_open(&c->cache, &m->desc, c->dev, 1, cols,
@@ -347,7 +356,6 @@ int qz_calib_open(qz_calib **out, hx_model *m, const qz_text *text, const char *
     c->spy = *c->ops;
     c->spy.matmul = spy_matmul;
     c->spy.moe = spy_moe;
-    c->spy.combine = spy_combine;
     c->dev->ops = &c->spy;
     *out = c;
     return 0;
@@ -372,7 +380,6 @@ void qz_calib_close(qz_calib *c)
     hx_graph_close(c->graph);
     hx_cache_close(c->cache);
     hx_dev_close(c->dev);
-    hx_free(c->energy);
     hx_free(c->row);
     hx_free(c->pad);
     hx_free(c);
@@ -595,36 +602,159 @@ int qz_calib_pass(qz_calib *c, int64_t layer, hx_err *err)
     return rc;
 }
 
+/* ---- weights of groups -------------------------------------------------------------- */
+
+/* Variants of the rows: 0 as they are, then one per group with noise in that group, which
+ * goes on through the later layers. All move on together, so each layer is read once. */
+typedef struct {
+    int64_t n, rows; /* variants, rows of text in each */
+    int layer[HX_LAYER_MAX * QZ_N_CLASS + 1], class[HX_LAYER_MAX * QZ_N_CLASS + 1];
+    double kl[HX_LAYER_MAX * QZ_N_CLASS + 1];
+    int fd;
+} variants;
+
+static uint64_t variant_at(const qz_calib *c, const variants *v, int64_t variant,
+                           int64_t row)
+{
+    return (uint64_t)((variant * v->rows + row) * c->text->cols) * row_floats(c) *
+           sizeof(float);
+}
+
+static bool has_class(const hx_layer *l, int class)
+{
+    return class == QZ_ATTN || (class == QZ_DENSE) == (l->ffn == HX_FFN_DENSE);
+}
+
+/* One row of variant from through layer, kept as variant to; noisy: class or -1. */
+static int step_variant(qz_calib *c, variants *v, int64_t row, int64_t layer,
+                        int64_t from, int64_t to, int noisy, hx_err *err)
+{
+    row_call r;
+    int rc = row_begin(c, &r, row, err);
+
+    if (rc != 0)
+        return rc;
+    const size_t bytes = (size_t)r.batch.rows.n_row * row_floats(c) * sizeof(float);
+
+    if (layer == 0)
+        rc = hx_graph_begin(c->graph, &r.batch, err);
+    else if ((rc = hx_graph_resume(c->graph, &r.batch, layer, err)) == 0)
+        rc = qz_read_at(v->fd, hx_graph_streams(c->graph).p, bytes,
+                        variant_at(c, v, from, row), "activations", err);
+    c->layer = layer;
+    c->noisy = noisy;
+    c->n_noise = 0;
+    if (rc == 0 && (rc = hx_graph_layers(c->graph, layer, layer + 1, err)) == 0)
+        rc = qz_write_at(v->fd, hx_graph_streams(c->graph).p, bytes,
+                         variant_at(c, v, to, row), "activations", err);
+    c->layer = c->noisy = -1;
+    hx_cache_drop(c->cache, r.span.slot);
+    return rc;
+}
+
+/* Divergence of b from a, of n logits each, in nats. */
+static double divergence(const float *a, const float *b, int64_t n)
+{
+    double top_a = (double)a[0], top_b = (double)b[0], sum_a = 0, sum_b = 0, kl = 0;
+
+    for (int64_t i = 1; i < n; i++) {
+        top_a = HX_MAX(top_a, (double)a[i]);
+        top_b = HX_MAX(top_b, (double)b[i]);
+    }
+    for (int64_t i = 0; i < n; i++) {
+        sum_a += exp((double)a[i] - top_a);
+        sum_b += exp((double)b[i] - top_b);
+    }
+    const double shift = top_b + log(sum_b) - top_a - log(sum_a);
+
+    for (int64_t i = 0; i < n; i++)
+        kl += exp((double)a[i] - top_a) / sum_a * ((double)a[i] - (double)b[i] + shift);
+    return kl;
+}
+
+/* Logits of all variants of a row, OUT_ROWS positions at a time, against the first. */
+static int compare_row(qz_calib *c, variants *v, int64_t row, float *clean, hx_err *err)
+{
+    const hx_desc *d = &c->model->desc;
+    row_call r;
+    int rc = row_begin(c, &r, row, err);
+
+    if (rc != 0)
+        return rc;
+    const int64_t n = r.batch.rows.n_row;
+
+    for (int64_t at = 0; rc == 0 && at < n; at += OUT_ROWS)
+        for (int64_t i = 0; rc == 0 && i < v->n; i++) {
+            const int64_t m = HX_MIN(OUT_ROWS, n - at);
+            const float *logits = hx_graph_logits(c->graph).p;
+
+            if ((rc = hx_graph_resume(c->graph, &r.batch, d->n_layer, err)) != 0 ||
+                (rc = qz_read_at(v->fd, hx_graph_streams(c->graph).p,
+                                 (size_t)n * row_floats(c) * sizeof(float),
+                                 variant_at(c, v, i, row), "activations", err)) != 0 ||
+                (rc = hx_graph_out(c->graph, at, m, err)) != 0)
+                break;
+            if (i == 0)
+                memcpy(clean, logits, (size_t)(m * d->n_vocab) * sizeof(float));
+            for (int64_t p = 0; i > 0 && p < m; p++)
+                v->kl[i] += divergence(clean + p * d->n_vocab, logits + p * d->n_vocab,
+                                       d->n_vocab);
+        }
+    hx_cache_drop(c->cache, r.span.slot);
+    return rc;
+}
+
+static int run_variants(qz_calib *c, variants *v, float *clean, hx_err *err)
+{
+    const int64_t n_layer = c->model->desc.n_layer;
+    int rc;
+
+    v->n = 1;
+    for (int64_t l = 0; l < n_layer; l++) {
+        const int64_t old = v->n;
+
+        for (int k = 0; k < QZ_N_CLASS; k++)
+            if (has_class(&c->model->layer[l], k)) {
+                v->layer[v->n] = (int)l;
+                v->class[v->n++] = k;
+            }
+        for (int64_t row = 0; row < v->rows; row++)
+            for (int64_t i = v->n - 1; i >= 0; i--) /* the clean one last: new ones
+                                                     * start from it */
+                if ((rc = step_variant(c, v, row, l, i < old ? i : 0, i,
+                                       i < old ? -1 : v->class[i], err)) != 0)
+                    return rc;
+    }
+    for (int64_t row = 0; row < v->rows; row++)
+        if ((rc = compare_row(c, v, row, clean, err)) != 0)
+            return rc;
+    return 0;
+}
+
 int qz_calib_weigh(qz_calib *c, double (*weight)[QZ_N_CLASS], int64_t max_rows,
                    hx_err *err)
 {
-    const hx_desc *d = &c->model->desc;
+    char path[2200];
+    variants *v = hx_new(variants, 1);
+    float *clean = hx_new(float, OUT_ROWS * c->model->desc.n_vocab);
     int rc = 0;
 
-    if ((c->energy = hx_new(energy, d->n_layer)) == NULL)
-        return hx_fail(err, HX_ENOMEM, "calibration: no memory");
-    for (int64_t row = 0; rc == 0 && row < HX_MIN(max_rows, c->text->n_row); row++) {
-        row_call r;
-
-        if ((rc = row_begin(c, &r, row, err)) != 0)
-            break;
-        rc = hx_graph_begin(c->graph, &r.batch, err);
-        for (int64_t l = 0; rc == 0 && l < d->n_layer; l++) {
-            c->layer = l;
-            rc = hx_graph_layers(c->graph, l, l + 1, err);
-            c->energy[l].streams += square(hx_graph_streams(c->graph).p, 0, 1,
-                                           r.batch.rows.n_row * (int64_t)row_floats(c)) /
-                                    (double)d->streams;
-        }
-        c->layer = -1;
-        hx_cache_drop(c->cache, r.span.slot);
+    snprintf(path, sizeof path, "%s/variants", c->work);
+    if (v == NULL || clean == NULL) {
+        rc = hx_fail(err, HX_ENOMEM, "calibration: no memory");
+    } else if ((v->fd = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)) < 0) {
+        rc = hx_fail(err, HX_EIO, "%s: %s", path, strerror(errno));
+    } else {
+        v->rows = HX_MIN(max_rows, c->text->n_row);
+        rc = run_variants(c, v, clean, err);
+        close(v->fd);
+        unlink(path);
     }
-    for (int64_t l = 0; rc == 0 && l < d->n_layer; l++)
-        for (int k = 0; k < QZ_N_CLASS; k++)
-            if (c->energy[l].streams > 0)
-                weight[l][k] = c->energy[l].part[k] / c->energy[l].streams;
-    hx_free(c->energy);
-    c->energy = NULL;
+    for (int64_t i = 1; rc == 0 && i < v->n; i++)
+        weight[v->layer[i]][v->class[i]] =
+            HX_MAX(v->kl[i], 1e-9 * NOISE) / NOISE / (double)c->text->n_id;
+    hx_free(v);
+    hx_free(clean);
     return rc;
 }
 

@@ -352,13 +352,14 @@ static int32_t raise_rate(const qz_plan *p, int32_t k2)
     return 0;
 }
 
-/* Starts all groups at the lowest rate and raises the one that gains most per bit, until
- * none fits. A group's error counts by what it adds to the streams of its layer; how
- * errors travel through later layers is left out. */
+/* Starts all groups one bit below the average and raises the one that gains most per bit,
+ * until none fits. The gain is the fall in error times the group's weight, which was
+ * measured with small errors: hence the start not at the lowest rate. */
 int qz_plan_rates(qz_plan *p, hx_err *err)
 {
     const int64_t n_layer = p->model->desc.n_layer;
-    const int32_t low = raise_rate(p, 0);
+    const int32_t least = raise_rate(p, 0),
+                  low = HX_MAX(least, 2 * ((int32_t)p->opt.bits - 1));
     double(*size)[QZ_N_CLASS] = hx_calloc((size_t)n_layer + 1, sizeof *size);
     double total = 0, used = 0;
 
