@@ -293,6 +293,7 @@ static int convert(job *j, int64_t i, hx_err *err)
 static int convert_layer(job *j, int64_t layer, hx_err *err)
 {
     const hx_desc *d = &j->model->desc;
+    bool any = false;
     char what[64];
 
     if (layer == QZ_LAYER_HEAD)
@@ -312,9 +313,10 @@ static int convert_layer(job *j, int64_t layer, hx_err *err)
                 continue;
             if ((rc = convert(j, i, err)) != 0)
                 return rc;
+            any = true;
             show(j, what, false);
         }
-    if (!j->person)
+    if (any && !j->person)
         show(j, what, true);
     return 0;
 }

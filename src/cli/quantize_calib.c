@@ -752,7 +752,8 @@ int qz_calib_weigh(qz_calib *c, double (*weight)[QZ_N_CLASS], int64_t max_rows,
     }
     for (int64_t i = 1; rc == 0 && i < v->n; i++)
         weight[v->layer[i]][v->class[i]] =
-            HX_MAX(v->kl[i], 1e-9 * NOISE) / NOISE / (double)c->text->n_id;
+            HX_MAX(v->kl[i], 1e-9 * NOISE) / NOISE /
+            (double)HX_MIN(v->rows * c->text->cols, c->text->n_id);
     hx_free(v);
     hx_free(clean);
     return rc;
