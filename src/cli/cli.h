@@ -29,6 +29,10 @@ typedef struct {
     uint64_t cache, vram, ram, park_ram, park_disk;
     const char *mode, *expert_us, *prefix, *park_dir;
     double temp;
+    double bits, head_bits; /* quantize */
+    const char *codebook, *calib;
+    int64_t calib_rows, calib_cols;
+    bool half_rates, resume;
     bool has_temp, has_seed, raw, tensors, verify, official, write, help;
 } hx_cli;
 
@@ -57,5 +61,6 @@ int cli_replay(hx_engine *e, const hx_cli *c);
 /* bench_serve.c: figures by name, value and unit go to put. */
 typedef void cli_figure_fn(void *ud, const char *name, double v, const char *unit);
 int cli_bench_serve(const hx_cli *c, cli_figure_fn *put, void *ud);
+int cmd_quantize(const hx_cli *c);
 
 #endif

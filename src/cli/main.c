@@ -20,6 +20,7 @@ enum {
     INSPECT = 16,
     BENCH = 32,
     CONNECT = 4096,
+    QUANTIZE = 64,
     ENGINE = SERVE | RUN | CHAT | LOGITS | BENCH
 };
 
@@ -42,6 +43,8 @@ static const command commands[] = {
       "measured speed beside this machine's ceilings", BENCH, cmd_bench },
     { "connect", "CLIENT", "a client's configuration for this server", CONNECT,
       cmd_connect },
+    { "quantize", "IN OUT --bits K --calib FILE",
+      "make an EXL3 checkpoint of one in BF16, F16, F32 or FP8", QUANTIZE, cmd_quantize },
 };
 
 typedef enum { OPT_STR, OPT_INT, OPT_SIZE, OPT_NUM, OPT_FLAG, OPT_LIST } option_kind;
@@ -125,9 +128,9 @@ static const option options[] = {
     { "--park-disk", "SIZE", "most that --park-dir may hold (32GiB)", OPT_SIZE,
       AT(park_disk), 0, SERVE | CHAT, 0, 0 },
     { "--threads", "N", "compute threads (one per CPU this process may use)", OPT_INT,
-      AT(threads), 0, ENGINE, 1, 1024 },
-    { "--cpus", "LIST", "CPUs to pin them to, like 0-7,16", OPT_STR, AT(cpus), 0, ENGINE,
-      0, 0 },
+      AT(threads), 0, ENGINE | QUANTIZE, 1, 1024 },
+    { "--cpus", "LIST", "CPUs to pin them to, like 0-7,16", OPT_STR, AT(cpus), 0,
+      ENGINE | QUANTIZE, 0, 0 },
     { "--isa", "NAME", "avx512, avx2 or scalar (the best this CPU has)", OPT_STR, AT(isa),
       0, ENGINE, 0, 0 },
     { "--device", "NAME",
@@ -167,6 +170,22 @@ static const option options[] = {
     { "--mixes", "LIST",
       "of bench serve: agents, shared, beside, cancels, slow, crowd (all)", OPT_STR,
       AT(mixes), 0, BENCH, 0, 0 },
+    { "--bits", "K", "average bits per weight, 1 to 8, also fractions", OPT_NUM, AT(bits),
+      0, QUANTIZE, 1, 8 },
+    { "--head-bits", "K", "bits of the output matrix (6)", OPT_NUM, AT(head_bits), 0,
+      QUANTIZE, 1, 8 },
+    { "--codebook", "NAME", "mul1, mcg or 3inst (mul1)", OPT_STR, AT(codebook), 0,
+      QUANTIZE, 0, 0 },
+    { "--half-rates", NULL, "also use 1.5, 2.5 and 3.5 bits (older readers lack them)",
+      OPT_FLAG, AT(half_rates), 0, QUANTIZE, 0, 0 },
+    { "--calib", "FILE|none", "text, or JSON lists of token ids, to calibrate with",
+      OPT_STR, AT(calib), 0, QUANTIZE, 0, 0 },
+    { "--calib-rows", "N", "rows of it to use (250)", OPT_INT, AT(calib_rows), 0,
+      QUANTIZE, 1, 1 << 20 },
+    { "--calib-cols", "N", "tokens in a row (2048)", OPT_INT, AT(calib_cols), 0, QUANTIZE,
+      16, 1 << 20 },
+    { "--resume", NULL, "go on with a conversion that was broken off", OPT_FLAG,
+      AT(resume), 0, QUANTIZE, 0, 0 },
     { "--tensors", NULL, "list every tensor", OPT_FLAG, AT(tensors), 0, INSPECT, 0, 0 },
     { "--verify", NULL, "read every byte and check every rule", OPT_FLAG, AT(verify), 0,
       INSPECT, 0, 0 },
@@ -316,6 +335,8 @@ static int set_word(hx_cli *c, const command *cmd, const char *word, hx_err *err
         c->what = word;
     else if (c->model == NULL)
         c->model = word;
+    else if (cmd->bit == QUANTIZE && c->out == NULL)
+        c->out = word;
     else
         return hx_fail(err, HX_EARG, "unexpected word \"%.80s\"", word);
     return 0;
@@ -511,7 +532,7 @@ int cli_open_engine(hx_engine **out, const hx_cli *c, hx_load_fn *also, void *ud
 int main(int argc, char **argv)
 {
     const command *cmd = NULL;
-    hx_cli c = { .port = 30000 };
+    hx_cli c = { .port = 30000, .head_bits = 6, .calib_rows = 250, .calib_cols = 2048 };
     char demo[2100];
     hx_err err = { 0 };
 

@@ -228,8 +228,12 @@ hx_buf hx_graph_hidden(const hx_graph *g)
     return g->hidden;
 }
 
-/* Takes the batch in: ids and spans go to the device. */
-static int take_batch(hx_graph *g, const hx_batch *b, hx_err *err)
+hx_buf hx_graph_streams(const hx_graph *g)
+{
+    return g->streams;
+}
+
+int hx_graph_resume(hx_graph *g, const hx_batch *b, int64_t next, hx_err *err)
 {
     const hx_desc *d = &g->model->desc;
     const size_t n_id = (size_t)b->rows.n_row, n_span = (size_t)b->rows.n_span;
@@ -243,7 +247,7 @@ static int take_batch(hx_graph *g, const hx_batch *b, hx_err *err)
         return hx_fail(err, HX_EARG, "graph: %lld rows, expected 1..%lld",
                        (long long)b->rows.n_row, (long long)g->max_rows);
     g->batch = b;
-    g->next = 0;
+    g->next = next;
     c->dev = g->dev;
     c->d = d;
     c->store = g->model->store;
@@ -276,7 +280,7 @@ static int embed_rows(hx_graph *g, hx_err *err)
 
 int hx_graph_begin(hx_graph *g, const hx_batch *b, hx_err *err)
 {
-    const int rc = take_batch(g, b, err);
+    const int rc = hx_graph_resume(g, b, 0, err);
 
     return rc != 0 ? rc : embed_rows(g, err);
 }
@@ -426,7 +430,7 @@ int hx_graph_step(hx_graph *g, const hx_batch *b, hx_err *err)
 {
     const int64_t at = b->rows.n_row - 1;
     hx_err why = { 0 };
-    int rc = take_batch(g, b, err), ended;
+    int rc = hx_graph_resume(g, b, 0, err), ended;
 
     hx_assert(b->phase == HX_PHASE_DECODE);
     if (rc != 0)

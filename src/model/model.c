@@ -237,8 +237,8 @@ static int read_config(hx_model *m, const char *dir, const hx_arch **arch, hx_er
     return rc;
 }
 
-static int open_folder(hx_model *m, const char *dir, hx_load_fn *on_load, void *ud,
-                       hx_err *err)
+static int open_folder(hx_model *m, const char *dir, bool read, hx_load_fn *on_load,
+                       void *ud, hx_err *err)
 {
     const hx_arch *arch = NULL;
     int rc;
@@ -252,13 +252,13 @@ static int open_folder(hx_model *m, const char *dir, hx_load_fn *on_load, void *
                        (long long)m->desc.n_layer);
     /* Read in first: binding looks at a page of every matrix, which from a cold disk in
      * random order would take longer than reading all of it in a row. */
-    if ((rc = hx_weights_advise(m->weights, on_load, ud, err)) != 0)
+    if (read && (rc = hx_weights_advise(m->weights, on_load, ud, err)) != 0)
         return rc;
     return arch->bind(m, err);
 }
 
-int hx_model_open(hx_model **out, const char *dir, hx_load_fn *on_load, void *ud,
-                  hx_err *err)
+static int open_any(hx_model **out, const char *dir, bool read, hx_load_fn *on_load,
+                    void *ud, hx_err *err)
 {
     hx_model *m;
     int rc;
@@ -272,7 +272,7 @@ int hx_model_open(hx_model **out, const char *dir, hx_load_fn *on_load, void *ud
         return hx_fail(err, HX_ENOMEM, "model: no memory");
     else {
         hx_arena_init(&m->arena, (size_t)1 << 36);
-        if ((rc = open_folder(m, dir, on_load, ud, err)) != 0)
+        if ((rc = open_folder(m, dir, read, on_load, ud, err)) != 0)
             hx_model_close(m);
     }
     if (rc != 0)
@@ -280,6 +280,17 @@ int hx_model_open(hx_model **out, const char *dir, hx_load_fn *on_load, void *ud
     visit(m, &(visitor) { add_mat, NULL, m, ALL }, err);
     *out = m;
     return 0;
+}
+
+int hx_model_open(hx_model **out, const char *dir, hx_load_fn *on_load, void *ud,
+                  hx_err *err)
+{
+    return open_any(out, dir, true, on_load, ud, err);
+}
+
+int hx_model_open_mapped(hx_model **out, const char *dir, hx_err *err)
+{
+    return open_any(out, dir, false, NULL, NULL, err);
 }
 
 void hx_model_close(hx_model *m)

@@ -110,6 +110,8 @@ typedef struct hx_model {
  */
 int hx_model_open(hx_model **out, const char *dir, hx_load_fn *on_load, void *ud,
                   hx_err *err);
+/* A folder as well, but its files are only mapped and read as they are used. */
+int hx_model_open_mapped(hx_model **out, const char *dir, hx_err *err);
 void hx_model_close(hx_model *m);
 bool hx_model_is_synthetic(const char *dir);
 /* Copies weights to a device with memory of its own and points the model there; nothing
@@ -264,6 +266,10 @@ void hx_graph_tap(hx_graph *g, hx_tap_fn *fn, void *ud);
  * last norm f32 [n, D] of rows row0 .. row0 + n - 1. The batch is borrowed until the next
  * begin. Nothing here allocates. */
 int hx_graph_begin(hx_graph *g, const hx_batch *b, hx_err *err);
+/* As begin, but goes on before layer next with streams f32 [R, S, D] that the caller has
+ * put there. */
+int hx_graph_resume(hx_graph *g, const hx_batch *b, int64_t next, hx_err *err);
+hx_buf hx_graph_streams(const hx_graph *g);
 int hx_graph_layers(hx_graph *g, int64_t l0, int64_t l1, hx_err *err);
 int hx_graph_out(hx_graph *g, int64_t row0, int64_t n, hx_err *err);
 /* All of that for a decode batch with the logits of all rows; on a device that can, as one
