@@ -210,6 +210,9 @@ typedef struct {
     hx_grammar_kind grammar_kind; /* the answer keeps to grammar ... */
     hx_str grammar;
     int32_t grammar_after; /* ... from after this id on ("</think>"); 0: from the start */
+    const int32_t *forced; /* [n_forced] the answer begins with these, whatever would be
+                            * sampled; an end id among them does not end it */
+    int64_t n_forced;
 } hx_request;
 
 typedef enum { HX_EV_PROGRESS, HX_EV_TOKENS, HX_EV_DONE, HX_EV_ERROR } hx_event_kind;
