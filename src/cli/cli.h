@@ -10,13 +10,18 @@
 /* Values of all options; which a command takes is a column of the table in main.c. */
 typedef struct {
     const char *model;
-    const char *what; /* bench ops|decode|prefill */
+    const char *what;    /* bench ops|decode|prefill|compare */
+    const char *more[8]; /* [n_more] further words: models, a folder, a file */
+    int32_t n_more;
+    const char *panel, *text, *against, *with, *needle, *plot, *write_panel, *lead;
+    const char *protocol, *files, *pull;
+    int64_t window, greedy;
     const char *prompt, *ids, *out, *positions, *json;
     const char *host, *api_key, *served_name, *cors, *device, *isa, *cpus, *kv;
     int64_t port, ctx, threads, streams, queue, n, seed;
     uint64_t cache;
     double temp;
-    bool has_temp, has_seed, raw, tensors, verify, official, help;
+    bool has_temp, has_seed, raw, tensors, verify, official, help, decode;
 } hx_cli;
 
 /* An engine with loading progress on stderr, and to also where that is not NULL. Prints
@@ -37,5 +42,19 @@ int cmd_chat(const hx_cli *c);
 int cmd_logits(const hx_cli *c);
 int cmd_inspect(const hx_cli *c);
 int cmd_bench(const hx_cli *c);
+int cmd_score(const hx_cli *c);
+int cmd_pull(const hx_cli *c);
+
+/* Fills the folder dir with the files of repo ("OWNER/NAME[@REV]") that match one of the
+ * comma-separated patterns (NULL: all), going on where an earlier call stopped. fn may be
+ * NULL; *stop, when it becomes true, ends it with HX_ECANCEL. pull.c */
+typedef struct {
+    const char *repo, *dir, *files;
+    hx_load_fn *fn;
+    void *ud;
+    _Atomic bool *stop;
+} hx_pull;
+
+int cli_pull(const hx_pull *p, hx_err *err);
 
 #endif
