@@ -30,7 +30,7 @@ CFLAGS  := -std=c11 -D_GNU_SOURCE $(OPT) -ffp-contract=off -fno-math-errno -pthr
            -Iinclude -Isrc -I$(BUILD)/gen -isystem /usr/share/include/llhttp -MMD -MP \
            $(if $(SAN),-fsanitize=$(SAN) -fno-omit-frame-pointer)
 LDFLAGS := -pthread $(if $(SAN),-fsanitize=$(SAN))
-LIBS    := -luv -ljson-c -lpcre2-8 -lutf8proc -lm
+LIBS    := -luv -ljson-c -lpcre2-8 -lutf8proc -lcrypto -ldl -lm
 
 # GPU code comes along where nvcc is; the runtime is linked in and finds the driver when
 # the program runs. Plain builds carry machine code for Hopper, and PTX for the others.
@@ -163,7 +163,7 @@ check:
 	@tools/check.sh
 
 # One file that needs only glibc, with machine code for every GPU that it runs on.
-STATIC_LIBS := -Wl,-Bstatic -luv_a -ljson-c -lpcre2-8 -lutf8proc $(if $(CUDA_LIBS),$(CUDA_LIBS) -lstdc++) \
+STATIC_LIBS := -Wl,-Bstatic -luv_a -ljson-c -lpcre2-8 -lutf8proc -lcrypto $(if $(CUDA_LIBS),$(CUDA_LIBS) -lstdc++) \
                -Wl,-Bdynamic -ldl -lrt -lm
 portable: deps
 	@$(MAKE) --no-print-directory PORTABLE=-portable build/hoist-portable

@@ -56,5 +56,7 @@ typedef struct {
 } hx_pull;
 
 int cli_pull(const hx_pull *p, hx_err *err);
+bool cli_pull_is_done(
+    const char *dir); /* a model is there, and no download was cut off */
 
 #endif

@@ -498,7 +498,7 @@ int main(int argc, char **argv)
         fprintf(stderr, "hoist: --kv: \"%.40s\", expected bf16 or f32\n", c.kv);
         return 2;
     }
-    if (c.model == NULL && (cmd->bit & (SERVE | CHAT | BENCH)) != 0)
+    if (c.model == NULL && c.pull == NULL && (cmd->bit & (SERVE | CHAT | BENCH)) != 0)
         c.model = demo_model(demo, sizeof demo);
     if (c.model == NULL) {
         fprintf(stderr, "hoist: %s needs %s; see hoist %s --help\n", cmd->name,
