@@ -36,6 +36,11 @@ int cli_reply_open(hx_reply **out, hx_engine *e, int32_t last, hx_err *err);
 int cli_reply_feed(hx_reply *r, const hx_event *ev, hx_reply_sink *sink, void *ud,
                    hx_err *err);
 
+/* The ids of one user message in the model's template, ready for the answer; closed: its
+ * reasoning is closed at once. *ids is freed with hx_free(). */
+int cli_chat_ids(hx_engine *e, const char *text, bool closed, int32_t **ids, int64_t *n,
+                 hx_err *err);
+
 int cmd_serve(const hx_cli *c);
 int cmd_run(const hx_cli *c);
 int cmd_chat(const hx_cli *c);

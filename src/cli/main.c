@@ -373,6 +373,36 @@ int cli_reply_feed(hx_reply *r, const hx_event *ev, hx_reply_sink *sink, void *u
     return 0;
 }
 
+int cli_chat_ids(hx_engine *e, const char *text, bool closed, int32_t **ids, int64_t *n,
+                 hx_err *err)
+{
+    const int32_t close = hx_token_id(e, HX_STR("</think>"));
+    hx_sb json = { 0 };
+    int32_t *more;
+    int rc;
+
+    *ids = NULL;
+    hx_sb_str(&json, "{\"messages\":[{\"role\":\"user\",\"content\":");
+    hx_json_put_str(&json, hx_str_c(text));
+    hx_sb_str(&json, "}],\"add_generation_prompt\":true}");
+    rc = json.bad ? hx_fail(err, HX_ENOMEM, "prompt: no memory")
+                  : hx_render(e, (hx_str) { json.p, json.n }, NULL, ids, n, NULL, err);
+    hx_sb_free(&json);
+    if (rc != 0 || !closed || close < 0 ||
+        (*ids)[*n - 1] != hx_token_id(e, HX_STR("<think>")))
+        return rc;
+    if ((more = hx_new(int32_t, *n + 1)) == NULL) {
+        hx_free(*ids);
+        *ids = NULL;
+        return hx_fail(err, HX_ENOMEM, "prompt: no memory");
+    }
+    memcpy(more, *ids, (size_t)*n * sizeof *more);
+    hx_free(*ids);
+    *ids = more;
+    more[(*n)++] = close;
+    return 0;
+}
+
 static void on_log(void *ud, int level, const char *line)
 {
     (void)ud;

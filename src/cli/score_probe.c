@@ -61,9 +61,7 @@ static void put_filler(hx_sb *b, uint64_t seed, uint64_t i)
 static int needle_prompt(hx_engine *e, int64_t n_tokens, double depth, int code,
                          uint64_t seed, int32_t **ids, int64_t *n, hx_err *err)
 {
-    const int32_t close = hx_token_id(e, HX_STR("</think>"));
-    hx_sb text = { 0 }, json = { 0 };
-    int32_t *more;
+    hx_sb text = { 0 };
     bool put = false;
     int rc = 0;
 
@@ -78,23 +76,10 @@ static int needle_prompt(hx_engine *e, int64_t n_tokens, double depth, int code,
         put_filler(&text, seed, (uint64_t)i);
     }
     hx_sb_str(&text, "What is the secret code?");
-    hx_sb_str(&json, "{\"messages\":[{\"role\":\"user\",\"content\":");
-    hx_json_put_str(&json, (hx_str) { text.p, text.bad ? 0 : text.n });
-    hx_sb_str(&json, "}],\"add_generation_prompt\":true}");
-    rc = text.bad || json.bad
-             ? hx_fail(err, HX_ENOMEM, "needle: no memory for its text")
-             : hx_render(e, (hx_str) { json.p, json.n }, NULL, ids, n, NULL, err);
+    rc = text.bad ? hx_fail(err, HX_ENOMEM, "needle: no memory for its text")
+                  : cli_chat_ids(e, text.p, true, ids, n, err);
     hx_sb_free(&text);
-    hx_sb_free(&json);
-    if (rc != 0 || (*ids)[*n - 1] != hx_token_id(e, HX_STR("<think>")) || close < 0)
-        return rc;
-    if ((more = hx_new(int32_t, *n + 1)) == NULL)
-        return hx_fail(err, HX_ENOMEM, "needle: no memory for its prompt");
-    memcpy(more, *ids, (size_t)*n * sizeof *more);
-    hx_free(*ids);
-    *ids = more;
-    more[(*n)++] = close;
-    return 0;
+    return rc;
 }
 
 static int needle_once(hx_engine *e, int64_t n_tokens, double depth, uint64_t seed,
