@@ -72,6 +72,11 @@ for trouble in busy shift corrupt silent busy,drop,redirect; do
     rm -rf "$tmp/out"
     pull "${trouble//,/_}" "$tmp/small" $trouble
 done
+# A proxy of the environment is used: the hub's own name exists nowhere.
+rm -rf "$tmp/out"
+start_hub "$tmp/small" none
+http_proxy=$HF_ENDPOINT HF_ENDPOINT=http://hub.invalid timeout 60 "$hoist" pull test/model "$tmp/out" >/dev/null 2>&1
+same "$tmp/small" && grep -q 'http://hub\.invalid/test/model/resolve' "$tmp/log" && echo "ok pull_proxy" || echo "not ok pull_proxy: $(head -n 2 "$tmp/log")"
 rm -rf "$tmp/out"
 start_hub "$tmp/repo" none
 timeout 60 "$hoist" pull test/model@refs/pr/1 "$tmp/out" --files '*.json,sub/*' >/dev/null 2>&1

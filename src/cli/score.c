@@ -344,8 +344,9 @@ static void compare_rows(void *ud, int64_t begin, int64_t end, int worker)
         if (c->ref != NULL) {
             const float *l = c->ref->logit + r * nv;
 
-            score_lse(l, nv, &best_ref);
-            p.kl = (float)score_kl(l, q, nv);
+            const double lse_ref = score_lse(l, nv, &best_ref);
+
+            p.kl = (float)score_kl(l, lse_ref, q, lse, nv);
             p.same = best == best_ref;
         }
         c->point[r] = p;

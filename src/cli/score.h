@@ -55,8 +55,8 @@ int score_bins(score_bin out[SCORE_BINS], const score_series *s); /* how many */
 
 /* Log of the sum of exponentials, and the first most likely id. */
 double score_lse(const float *logit, int64_t n, int32_t *best);
-/* KL(p || q) of two rows of logits. */
-double score_kl(const float *p, const float *q, int64_t n);
+/* KL(p || q) of two rows of logits and their score_lse(). */
+double score_kl(const float *p, double lse_p, const float *q, double lse_q, int64_t n);
 /* KL(p || q) over the k given ids, both renormalised over them; p and q are logits or
  * log-probabilities of the ids, -INFINITY where one gave none. */
 double score_kl_top(const double *p, const double *q, int k);

@@ -28,15 +28,14 @@ double score_lse(const float *logit, int64_t n, int32_t *best)
     return (double)logit[at] + log(sum);
 }
 
-double score_kl(const float *p, const float *q, int64_t n)
+double score_kl(const float *p, double lse_p, const float *q, double lse_q, int64_t n)
 {
-    const double lp = score_lse(p, n, NULL), lq = score_lse(q, n, NULL);
     double kl = 0;
 
     for (int64_t i = 0; i < n; i++) {
-        const double a = (double)p[i] - lp;
+        const double a = (double)p[i] - lse_p;
 
-        kl += exp(a) * (a - ((double)q[i] - lq));
+        kl += exp(a) * (a - ((double)q[i] - lse_q));
     }
     return HX_MAX(kl, 0.0); /* rounding */
 }
