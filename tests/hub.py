@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A model hub of two folders' worth of trouble, for tests of `hoist pull` (python3 standard library only).
    tests/hub.py FOLDER LOG TROUBLE[,TROUBLE]      prints its port; serves FOLDER as repository test/model
-Troubles: drop (each connection ends after 300 kB), norange (ranges are ignored), redirect (files are on another host,
+Troubles: drop (each connection ends after 3 MB), norange (ranges are ignored), redirect (files are on another host,
 which must not see the token), busy (every third request: 429 with Retry-After: 1), long (more bytes than asked for), shift
 (the wrong range, twice), corrupt (the first transfer of every file has a wrong byte), rotten (all have), short (files are
 shorter than listed: 416), token (401 without it), pages (the list comes in pages), slow (2 MB/s), gone (404), html (200
@@ -121,7 +121,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         step = 65536
         for at in range(0, len(body), step):
-            if "drop" in trouble and at >= 300000:
+            if "drop" in trouble and at >= 3000000:
                 self.close_connection = True
                 return
             try:

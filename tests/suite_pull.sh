@@ -25,9 +25,10 @@ start_hub() {    # FOLDER TROUBLE
     kill $hub 2>/dev/null
     wait $hub 2>/dev/null
     : > "$tmp/log"
+    : > "$tmp/port"
     python3 tests/hub.py "$1" "$tmp/log" "$2" > "$tmp/port" 2>"$tmp/hub.err" &
     hub=$!
-    for _ in $(seq 100); do [ -s "$tmp/port" ] && break; sleep 0.05; done
+    for _ in $(seq 600); do [ -s "$tmp/port" ] && break; sleep 0.1; done
     export HF_ENDPOINT=http://127.0.0.1:$(cat "$tmp/port")
 }
 
@@ -140,7 +141,7 @@ serve() {        # waits for the model; sets loading (a 503 with progress was se
     "$hoist" serve "$tmp/served" --pull test/model --port 0 >"$tmp/serve.log" 2>&1 &
     server=$!
     loading=no up=no
-    for _ in $(seq 200); do
+    for _ in $(seq 400); do
         port=${port:-$(ss -ltnpH 2>/dev/null | sed -n "s/.*127\.0\.0\.1:\([0-9]*\) .*pid=$server,.*/\1/p")}
         code=$(curl -s -o "$tmp/health" -w '%{http_code}' "http://127.0.0.1:${port:-1}/health")
         [ "$code" = 503 ] && grep -q '"progress":0\.[0-9]*[1-9]' "$tmp/health" && loading=yes
