@@ -1,7 +1,6 @@
 /* bench.c - `hoist bench`: the report, streams that run together, and the plain decode and
  * prefill figures. Called by main.c. Uses hoist.h only; bench ops is in tools.c, the protocols
  * that match published ones in bench_protocol.c, comparing in bench_compare.c. */
-#include <errno.h>
 #include <math.h>
 #include <openssl/sha.h>
 #include <stdlib.h>
@@ -103,8 +102,8 @@ static int write_report(const bench_report *r, const hx_cli *c, const hx_info *i
     char when[64];
     const time_t now = time(NULL);
     struct tm tm;
-    FILE *f = NULL;
-    int rc = 0;
+    hx_err err = { 0 };
+    int rc;
 
     strftime(when, sizeof when, "%Y-%m-%dT%H:%M:%SZ", gmtime_r(&now, &tm));
     hx_sb_printf(&b, "{\"kind\":\"hoist bench\",\"finished\":\"%s\"", when);
@@ -121,17 +120,8 @@ static int write_report(const bench_report *r, const hx_cli *c, const hx_info *i
         r->random_text ? "random ids" : "natural", (long long)(c->has_seed ? c->seed : 1),
         r->extra.p != NULL ? r->extra.p : "", r->prompts.p != NULL ? r->prompts.p : "",
         r->figures.p != NULL ? r->figures.p : "");
-    if (b.bad || r->figures.bad || r->prompts.bad || r->extra.bad) {
-        fprintf(stderr, "hoist: bench: no memory for its report\n");
-        rc = 1;
-    } else if ((f = fopen(c->json, "w")) == NULL || fwrite(b.p, 1, b.n, f) != b.n) {
-        fprintf(stderr, "hoist: %s: %s\n", c->json, strerror(errno));
-        rc = 1;
-    }
-    if (f != NULL && fclose(f) != 0 && rc == 0) {
-        fprintf(stderr, "hoist: %s: %s\n", c->json, strerror(errno));
-        rc = 1;
-    }
+    b.bad |= r->figures.bad || r->prompts.bad || r->extra.bad;
+    rc = cli_write(c->json, &b, &err) != 0 ? cli_fail(&err) : 0;
     hx_sb_free(&b);
     return rc;
 }

@@ -157,7 +157,6 @@ int bench_compare(const hx_cli *c)
     hx_json *a = NULL, *b = NULL;
     hx_sb out = { 0 };
     hx_err err = { 0 };
-    FILE *f;
     int rc;
 
     if (c->n_more < 1) {
@@ -173,12 +172,8 @@ int bench_compare(const hx_cli *c)
                          c->more[0]);
     }
     hx_sb_str(&out, "}}\n");
-    if (rc == 0 && c->json != NULL) {
-        if (out.bad || (f = fopen(c->json, "w")) == NULL)
-            rc = hx_fail(&err, HX_EIO, "%s: cannot be written", c->json);
-        else if ((fwrite(out.p, 1, out.n, f) != out.n) | (fclose(f) != 0))
-            rc = hx_fail(&err, HX_EIO, "%s: write failed", c->json);
-    }
+    if (rc == 0 && c->json != NULL)
+        rc = cli_write(c->json, &out, &err);
     hx_sb_free(&out);
     hx_json_free(a);
     hx_json_free(b);

@@ -328,6 +328,20 @@ int cli_fail(const hx_err *err)
     return 1;
 }
 
+int cli_write(const char *path, const hx_sb *b, hx_err *err)
+{
+    FILE *f;
+    bool good;
+
+    if (b->bad)
+        return hx_fail(err, HX_ENOMEM, "%s: no memory for what goes there", path);
+    if ((f = fopen(path, "w")) == NULL)
+        return hx_fail(err, HX_EIO, "%s: %s", path, strerror(errno));
+    good = fwrite(b->p, 1, b->n, f) == b->n;
+    good = fclose(f) == 0 && good;
+    return good ? 0 : hx_fail(err, HX_EIO, "%s: write failed: %s", path, strerror(errno));
+}
+
 void cli_bytes(char out[32], uint64_t n)
 {
     static const char *const unit[] = { "B", "KiB", "MiB", "GiB", "TiB" };

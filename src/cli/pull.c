@@ -625,8 +625,7 @@ static int write_source(const puller *q, hx_err *err)
 {
     char path[4096];
     hx_sb b = { 0 };
-    FILE *f;
-    int rc = 0;
+    int rc;
 
     hx_sb_str(&b, "{\"repo\":");
     hx_json_put_str(&b, hx_str_c(q->repo));
@@ -642,12 +641,7 @@ static int write_source(const puller *q, hx_err *err)
     }
     hx_sb_str(&b, "]}\n");
     snprintf(path, sizeof path, "%s/hoist-source.json", q->p->dir);
-    if (b.bad)
-        rc = hx_fail(err, HX_ENOMEM, "%s: no memory", path);
-    else if ((f = fopen(path, "w")) == NULL)
-        rc = hx_fail(err, HX_EIO, "%s: %s", path, strerror(errno));
-    else if ((fwrite(b.p, 1, b.n, f) != b.n) | (fclose(f) != 0))
-        rc = hx_fail(err, HX_EIO, "%s: %s", path, strerror(errno));
+    rc = cli_write(path, &b, err);
     hx_sb_free(&b);
     snprintf(path, sizeof path, "%s/" LOCK_NAME, q->p->dir);
     if (rc == 0)

@@ -752,19 +752,6 @@ static int put_protocol(hx_sb *b, const job *j, hx_err *err)
     return 0;
 }
 
-static int write_file(const char *path, const hx_sb *b, hx_err *err)
-{
-    FILE *f;
-
-    if (b->bad)
-        return hx_fail(err, HX_ENOMEM, "%s: no memory", path);
-    if ((f = fopen(path, "w")) == NULL)
-        return hx_fail(err, HX_EIO, "%s: %s", path, strerror(errno));
-    if ((fwrite(b->p, 1, b->n, f) != b->n) | (fclose(f) != 0))
-        return hx_fail(err, HX_EIO, "%s: write failed: %s", path, strerror(errno));
-    return 0;
-}
-
 static int draw(const job *j, hx_err *err)
 {
     score_line line[MAX_MODELS];
@@ -817,10 +804,10 @@ static int report(job *j, hx_err *err)
     }
     hx_sb_str(&b, "]}\n");
     if (rc == 0 && j->c->out != NULL)
-        rc = write_file(j->c->out, &b, err);
+        rc = cli_write(j->c->out, &b, err);
     if (rc == 0 && j->c->write_panel != NULL) {
         hx_sb_str(&j->out_panel, "]\n");
-        rc = write_file(j->c->write_panel, &j->out_panel, err);
+        rc = cli_write(j->c->write_panel, &j->out_panel, err);
     }
     if (rc == 0 && j->c->plot != NULL)
         rc = draw(j, err);

@@ -1,6 +1,5 @@
 /* score_plot.c - the SVG of `hoist score`: divergence by position, and, for several models,
  * by their size. Called by score.c. Draws points, lines, axes and a legend; nothing more. */
-#include <errno.h>
 #include <math.h>
 
 #include "cli/score.h"
@@ -171,8 +170,7 @@ static void by_size(hx_sb *b, const score_line *line, int n)
 int score_plot(const char *path, const score_line *line, int n, hx_err *err)
 {
     hx_sb b = { 0 };
-    FILE *f = NULL;
-    int rc = 0;
+    int rc;
 
     hx_sb_printf(&b,
                  "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" "
@@ -183,12 +181,7 @@ int score_plot(const char *path, const score_line *line, int n, hx_err *err)
     if (n > 1)
         by_size(&b, line, n);
     hx_sb_str(&b, "</svg>\n");
-    if (b.bad)
-        rc = hx_fail(err, HX_ENOMEM, "%s: no memory", path);
-    else if ((f = fopen(path, "w")) == NULL || fwrite(b.p, 1, b.n, f) != b.n)
-        rc = hx_fail(err, HX_EIO, "%s: %s", path, strerror(errno));
-    if (f != NULL && fclose(f) != 0 && rc == 0)
-        rc = hx_fail(err, HX_EIO, "%s: %s", path, strerror(errno));
+    rc = cli_write(path, &b, err);
     hx_sb_free(&b);
     return rc;
 }
