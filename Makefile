@@ -32,7 +32,7 @@ CFLAGS  := -std=c11 -D_GNU_SOURCE $(OPT) -ffp-contract=off -fno-math-errno -pthr
            -Iinclude -Isrc -I$(BUILD)/gen -isystem /usr/share/include/llhttp -MMD -MP \
            $(if $(SAN),-fsanitize=$(SAN) -fno-omit-frame-pointer)
 LDFLAGS := -pthread $(if $(SAN),-fsanitize=$(SAN))
-LIBS    := -luv -ljson-c -lpcre2-8 -lutf8proc -lxxhash -lcrypto -lm
+LIBS    := -luv -ljson-c -lpcre2-8 -lutf8proc -lxxhash -lcrypto -ldl -lm
 
 # GPU code comes along where nvcc is; the runtime is linked in and finds the driver when
 # the program runs. Plain builds carry machine code for Hopper, and PTX for the others.

@@ -233,6 +233,9 @@ typedef struct {
     int32_t think_end; /* the answer begins with reasoning, which this id ends; 0: with
                             * none */
     int64_t think_max; /* tokens of reasoning before think_end is forced; 0: no bound */
+    const int32_t *forced; /* [n_forced] the answer begins with these, whatever would be
+                            * sampled; an end id among them does not end it */
+    int64_t n_forced;
 } hx_request;
 
 typedef enum { HX_EV_PROGRESS, HX_EV_TOKENS, HX_EV_DONE, HX_EV_ERROR } hx_event_kind;

@@ -9,11 +9,11 @@ want() { dpkg-query -W -f='${Status}' "$1" 2>/dev/null | grep -q 'ok installed' 
 command -v gcc >/dev/null 2>&1 || need="$need gcc"
 command -v make >/dev/null 2>&1 || need="$need make"
 if command -v dpkg-query >/dev/null 2>&1; then
-    for p in libc6-dev libuv1-dev node-llhttp libjson-c-dev libpcre2-dev libutf8proc-dev libxxhash-dev libssl-dev; do
+    for p in libc6-dev libuv1-dev node-llhttp libjson-c-dev libpcre2-dev libutf8proc-dev libssl-dev libxxhash-dev libcurl4; do
         want "$p"
     done
     if [ "${1:-}" = test ]; then
-        for p in libcmocka-dev python3 python3-jsonschema clang libclang-rt-14-dev gcc-aarch64-linux-gnu; do
+        for p in libcmocka-dev libcurl4-openssl-dev python3 python3-jsonschema clang libclang-rt-14-dev gcc-aarch64-linux-gnu; do
             want "$p"
         done
         # Clients from npm drive the server; any node from 18 on will do.

@@ -16,7 +16,12 @@ typedef struct {
 /* Values of all options; which a command takes is a column of the table in main.c. */
 typedef struct {
     const char *model;
-    const char *what; /* bench ops|decode|prefill|serve */
+    const char *what;    /* bench ops|decode|prefill|serve|compare */
+    const char *more[8]; /* [n_more] further words: models, a folder, a file */
+    int32_t n_more;
+    const char *panel, *text, *against, *with, *needle, *plot, *write_panel, *lead;
+    const char *protocol, *files, *pull;
+    int64_t window, greedy;
     const char *prompt, *ids, *out, *positions, *json;
     const char *host, *served_name, *cors, *device, *isa, *cpus, *kv;
     cli_list api_keys;
@@ -33,20 +38,26 @@ typedef struct {
     const char *codebook, *calib;
     int64_t calib_rows, calib_cols;
     bool half_rates, resume;
-    bool has_temp, has_seed, raw, tensors, verify, official, write, help;
+    bool has_temp, has_seed, raw, tensors, verify, official, write, help, decode;
 } hx_cli;
 
 /* An engine with loading progress on stderr, and to also where that is not NULL. Prints
  * its own error. */
 int cli_open_engine(hx_engine **out, const hx_cli *c, hx_load_fn *also, void *ud);
-int cli_fail(const hx_err *err);          /* "hoist: sentence" on stderr; exit status 1 */
-void cli_bytes(char out[32], uint64_t n); /* "1.5 GiB" */
+int cli_fail(const hx_err *err); /* "hoist: sentence" on stderr; exit status 1 */
+int cli_write(const char *path, const hx_sb *b, hx_err *err); /* the whole file */
+void cli_bytes(char out[32], uint64_t n);                     /* "1.5 GiB" */
 
 /* Parses the answer to a prompt that ends in the id last; freed with hx_reply_close(). */
 int cli_reply_open(hx_reply **out, hx_engine *e, int32_t last, hx_err *err);
 /* Hands an event's tokens to the parser and what comes of them to sink. */
 int cli_reply_feed(hx_reply *r, const hx_event *ev, hx_reply_sink *sink, void *ud,
                    hx_err *err);
+
+/* The ids of one user message in the model's template, ready for the answer; closed: its
+ * reasoning is closed at once. *ids is freed with hx_free(). */
+int cli_chat_ids(hx_engine *e, const char *text, bool closed, int32_t **ids, int64_t *n,
+                 hx_err *err);
 
 int cmd_serve(const hx_cli *c);
 int cmd_run(const hx_cli *c);
@@ -62,5 +73,21 @@ int cli_replay(hx_engine *e, const hx_cli *c);
 typedef void cli_figure_fn(void *ud, const char *name, double v, const char *unit);
 int cli_bench_serve(const hx_cli *c, cli_figure_fn *put, void *ud);
 int cmd_quantize(const hx_cli *c);
+int cmd_score(const hx_cli *c);
+int cmd_pull(const hx_cli *c);
+
+/* Fills the folder dir with the files of repo ("OWNER/NAME[@REV]") that match one of the
+ * comma-separated patterns (NULL: all), going on where an earlier call stopped. fn may be
+ * NULL; *stop, when it becomes true, ends it with HX_ECANCEL. pull.c */
+typedef struct {
+    const char *repo, *dir, *files;
+    hx_load_fn *fn;
+    void *ud;
+    _Atomic bool *stop;
+} hx_pull;
+
+int cli_pull(const hx_pull *p, hx_err *err);
+bool cli_pull_is_done(
+    const char *dir); /* a model is there, and no download was cut off */
 
 #endif

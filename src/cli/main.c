@@ -21,7 +21,9 @@ enum {
     BENCH = 32,
     CONNECT = 4096,
     QUANTIZE = 64,
-    ENGINE = SERVE | RUN | CHAT | LOGITS | BENCH
+    SCORE = 1 << 10,
+    PULL = 1 << 11,
+    ENGINE = SERVE | RUN | CHAT | LOGITS | BENCH | SCORE
 };
 
 typedef struct {
@@ -40,11 +42,17 @@ static const command commands[] = {
       "write float32 logits of a list of token ids", LOGITS, cmd_logits },
     { "inspect", "MODEL", "what a checkpoint holds", INSPECT, cmd_inspect },
     { "bench", "[ops|decode|prefill|serve] [MODEL]",
-      "measured speed beside this machine's ceilings", BENCH, cmd_bench },
+      "measured speed beside this machine's ceilings; compare A B: two results", BENCH,
+      cmd_bench },
     { "connect", "CLIENT", "a client's configuration for this server", CONNECT,
       cmd_connect },
     { "quantize", "IN OUT --bits K --calib FILE",
       "make an EXL3 checkpoint of one in BF16, F16, F32 or FP8", QUANTIZE, cmd_quantize },
+    { "score", "MODEL [MODEL...]",
+      "quality: perplexity, divergence from a panel or a second model", SCORE,
+      cmd_score },
+    { "pull", "REPO[@REV] DIR", "download a model, or what is missing of it", PULL,
+      cmd_pull },
 };
 
 typedef enum { OPT_STR, OPT_INT, OPT_SIZE, OPT_NUM, OPT_FLAG, OPT_LIST } option_kind;
@@ -153,16 +161,49 @@ static const option options[] = {
     { "--home", "DIR", "where those files are (your home folder)", OPT_STR, AT(home), 0,
       CONNECT, 0, 0 },
     { "-p", "TEXT", "the prompt", OPT_STR, AT(prompt), 0, RUN, 0, 0 },
-    { "-n", "N", "most tokens to generate", OPT_INT, AT(n), 0, RUN | CHAT | BENCH, 1,
-      INT32_MAX },
+    { "-n", "N", "most tokens to generate", OPT_INT, AT(n), 0, RUN | CHAT | BENCH | SCORE,
+      1, INT32_MAX },
     { "--temp", "T", "temperature; 0 is greedy (the model's)", OPT_NUM, AT(temp),
       AT(has_temp), RUN | CHAT, 0, 100 },
     { "--seed", "S", "seed of the draws (random)", OPT_INT, AT(seed), AT(has_seed),
-      RUN | CHAT | BENCH, 0, INT64_MAX },
+      RUN | CHAT | BENCH | SCORE | INSPECT, 0, INT64_MAX },
     { "--raw", NULL, "the prompt as it is, without the chat template", OPT_FLAG, AT(raw),
       0, RUN, 0, 0 },
     { "--ids", "FILE", "JSON list of token ids", OPT_STR, AT(ids), 0, LOGITS, 0, 0 },
-    { "--out", "FILE", "where the result goes", OPT_STR, AT(out), 0, LOGITS, 0, 0 },
+    { "--out", "FILE", "where the result goes", OPT_STR, AT(out), 0, LOGITS | SCORE, 0,
+      0 },
+    { "--panel", "FILE", "reference tokens with their 20 most likely ids, JSON", OPT_STR,
+      AT(panel), 0, SCORE, 0, 0 },
+    { "--text", "FILE[,FILE]", "texts to score", OPT_STR, AT(text), 0, SCORE, 0, 0 },
+    { "--window", "N", "texts are scored in windows of N tokens (512)", OPT_INT,
+      AT(window), 0, SCORE, 16, 1 << 20 },
+    { "--lead", "TEXT", "put before every window, not scored, like '[gMASK]<sop>'",
+      OPT_STR, AT(lead), 0, SCORE, 0, 0 },
+    { "--against", "MODEL", "the reference that divergence is measured from", OPT_STR,
+      AT(against), 0, SCORE, 0, 0 },
+    { "--with", "LIST",
+      "settings of the reference, like kv=f32,isa=scalar,device=ref (without --against: "
+      "of MODEL itself)",
+      OPT_STR, AT(with), 0, SCORE, 0, 0 },
+    { "--decode", NULL,
+      "score the decode path too: the same tokens one by one through the engine",
+      OPT_FLAG, AT(decode), 0, SCORE, 0, 0 },
+    { "--greedy", "N",
+      "compare N greedy tokens after each beginning with the reference's", OPT_INT,
+      AT(greedy), 0, SCORE, 1, 1 << 20 },
+    { "--needle", "N[,N]", "find a code in a filler of N tokens, at five depths", OPT_STR,
+      AT(needle), 0, SCORE, 0, 0 },
+    { "--write-panel", "FILE", "write what was scored as a panel", OPT_STR,
+      AT(write_panel), 0, SCORE, 0, 0 },
+    { "--plot", "FILE", "draw divergence by position, and by size, as SVG", OPT_STR,
+      AT(plot), 0, SCORE, 0, 0 },
+    { "--protocol", "NAME",
+      "random-prefill, greedy-decode, decode-32k, evenness, structured or prose", OPT_STR,
+      AT(protocol), 0, BENCH, 0, 0 },
+    { "--files", "GLOB[,GLOB]", "only these files (all)", OPT_STR, AT(files), 0,
+      PULL | SERVE, 0, 0 },
+    { "--pull", "REPO[@REV]", "first download this into MODEL, an empty folder", OPT_STR,
+      AT(pull), 0, SERVE, 0, 0 },
     { "--positions", "all|last:N", "which rows (all)", OPT_STR, AT(positions), 0, LOGITS,
       0, 0 },
     { "--json", "FILE", "write the figures there too", OPT_STR, AT(json), 0, BENCH, 0,
@@ -324,12 +365,22 @@ static int set_option(hx_cli *c, const option *o, const char *value, hx_err *err
     return 0;
 }
 
+/* Words that may follow the model. */
+static int32_t max_more(const hx_cli *c, const command *cmd)
+{
+    if (cmd->bit == SCORE)
+        return (int32_t)HX_LEN(c->more) - 1;
+    return cmd->bit == PULL ||
+           (cmd->bit == BENCH && c->what != NULL && strcmp(c->what, "compare") == 0);
+}
+
 /* A word that is no option: bench's first may say what, the next is the model. */
 static int set_word(hx_cli *c, const command *cmd, const char *word, hx_err *err)
 {
     const bool what = cmd->bit == BENCH && c->what == NULL && c->model == NULL &&
                       (strcmp(word, "ops") == 0 || strcmp(word, "decode") == 0 ||
-                       strcmp(word, "prefill") == 0 || strcmp(word, "serve") == 0);
+                       strcmp(word, "prefill") == 0 || strcmp(word, "serve") == 0 ||
+                       strcmp(word, "compare") == 0);
 
     if (what || (cmd->bit == CONNECT && c->what == NULL))
         c->what = word;
@@ -337,6 +388,8 @@ static int set_word(hx_cli *c, const command *cmd, const char *word, hx_err *err
         c->model = word;
     else if (cmd->bit == QUANTIZE && c->out == NULL)
         c->out = word;
+    else if (c->n_more < max_more(c, cmd))
+        c->more[c->n_more++] = word;
     else
         return hx_fail(err, HX_EARG, "unexpected word \"%.80s\"", word);
     return 0;
@@ -371,6 +424,20 @@ int cli_fail(const hx_err *err)
 {
     fprintf(stderr, "hoist: %s\n", err->msg);
     return 1;
+}
+
+int cli_write(const char *path, const hx_sb *b, hx_err *err)
+{
+    FILE *f;
+    bool good;
+
+    if (b->bad)
+        return hx_fail(err, HX_ENOMEM, "%s: no memory for what goes there", path);
+    if ((f = fopen(path, "w")) == NULL)
+        return hx_fail(err, HX_EIO, "%s: %s", path, strerror(errno));
+    good = fwrite(b->p, 1, b->n, f) == b->n;
+    good = fclose(f) == 0 && good;
+    return good ? 0 : hx_fail(err, HX_EIO, "%s: write failed: %s", path, strerror(errno));
 }
 
 void cli_bytes(char out[32], uint64_t n)
@@ -415,6 +482,36 @@ int cli_reply_feed(hx_reply *r, const hx_event *ev, hx_reply_sink *sink, void *u
             return rc;
         from = ev->end[i];
     }
+    return 0;
+}
+
+int cli_chat_ids(hx_engine *e, const char *text, bool closed, int32_t **ids, int64_t *n,
+                 hx_err *err)
+{
+    const int32_t close = hx_token_id(e, HX_STR("</think>"));
+    hx_sb json = { 0 };
+    int32_t *more;
+    int rc;
+
+    *ids = NULL;
+    hx_sb_str(&json, "{\"messages\":[{\"role\":\"user\",\"content\":");
+    hx_json_put_str(&json, hx_str_c(text));
+    hx_sb_str(&json, "}],\"add_generation_prompt\":true}");
+    rc = json.bad ? hx_fail(err, HX_ENOMEM, "prompt: no memory")
+                  : hx_render(e, (hx_str) { json.p, json.n }, NULL, ids, n, NULL, err);
+    hx_sb_free(&json);
+    if (rc != 0 || !closed || close < 0 ||
+        (*ids)[*n - 1] != hx_token_id(e, HX_STR("<think>")))
+        return rc;
+    if ((more = hx_new(int32_t, *n + 1)) == NULL) {
+        hx_free(*ids);
+        *ids = NULL;
+        return hx_fail(err, HX_ENOMEM, "prompt: no memory");
+    }
+    memcpy(more, *ids, (size_t)*n * sizeof *more);
+    hx_free(*ids);
+    *ids = more;
+    more[(*n)++] = close;
     return 0;
 }
 
@@ -570,17 +667,20 @@ int main(int argc, char **argv)
         return 2;
     }
     c.no_canary = c.no_canary || cmd->bit != SERVE;
+    if (cmd->bit == BENCH && c.prefix == NULL &&
+        (c.what == NULL || strcmp(c.what, "serve") != 0))
+        c.prefix = "off"; /* what is measured is computed */
     if (c.prefix != NULL && strcmp(c.prefix, "reuse") != 0 &&
         strcmp(c.prefix, "strict") != 0 && strcmp(c.prefix, "off") != 0) {
         fprintf(stderr, "hoist: --prefix: \"%.40s\", expected reuse, strict or off\n",
                 c.prefix);
         return 2;
     }
-    if (c.model == NULL && (cmd->bit & (SERVE | CHAT | BENCH)) != 0)
+    if (c.model == NULL && c.pull == NULL && (cmd->bit & (SERVE | CHAT | BENCH)) != 0)
         c.model = demo_model(demo, sizeof demo);
     if (c.model == NULL && cmd->bit != CONNECT) {
-        fprintf(stderr, "hoist: %s needs a MODEL; see hoist %s --help\n", cmd->name,
-                cmd->name);
+        fprintf(stderr, "hoist: %s needs %s; see hoist %s --help\n", cmd->name,
+                cmd->bit == PULL ? cmd->args : "a MODEL", cmd->name);
         return 2;
     }
     return cmd->run(&c);

@@ -15,6 +15,7 @@ typedef struct {
     const hx_cli *c;
     hx_server *server;
     hx_engine *engine;
+    _Atomic bool stop; /* ends a download */
     int rc;
 } loader;
 
@@ -42,13 +43,38 @@ static void log_line(void *ud, int level, const char *line)
             line);
 }
 
+/* serve --pull: fills the folder unless a model is there already. */
+static int fill_folder(loader *l)
+{
+    const hx_pull p = { .repo = l->c->pull,
+                        .dir = l->c->model,
+                        .files = l->c->files,
+                        .fn = on_load,
+                        .ud = l->server,
+                        .stop = &l->stop };
+    hx_err err = { 0 };
+
+    if (cli_pull_is_done(l->c->model)) {
+        printf("%s: a model is there, nothing is downloaded\n", l->c->model);
+        return 0;
+    }
+    printf("downloading %s to %s\n", l->c->pull, l->c->model);
+    fflush(stdout);
+    return cli_pull(&p, &err) != 0 ? cli_fail(&err) : 0;
+}
+
 /* Loads while the server already answers /health with 503. */
 static void *load(void *ud)
 {
     loader *l = ud;
-    const int64_t start = hx_now_us();
+    int64_t start;
     hx_info info;
 
+    if (l->c->pull != NULL && (l->rc = fill_folder(l)) != 0) {
+        hx_server_stop(l->server);
+        return NULL;
+    }
+    start = hx_now_us();
     if ((l->rc = cli_open_engine(&l->engine, l->c, on_load, l->server)) != 0) {
         hx_server_stop(l->server);
         return NULL;
@@ -140,6 +166,7 @@ int cmd_serve(const hx_cli *c)
         return 1;
     }
     rc = hx_server_run(l.server, &err);
+    atomic_store(&l.stop, true);
     pthread_join(load_thread, NULL);
     pthread_kill(signal_thread, SIGTERM);
     pthread_join(signal_thread, NULL);

@@ -1,9 +1,9 @@
-/* tools.c - inspect and bench. inspect and bench ops open the box (model, dev); the other
- * benches use hoist.h only. */
-#include <errno.h>
+/* tools.c - inspect and bench ops: the commands that open the box (model, dev). */
 #include <math.h>
 #include <stdlib.h>
+#include <time.h>
 
+#include "cli/bench.h"
 #include "cli/cli.h"
 #include "model/model.h"
 
@@ -139,8 +139,7 @@ static uint64_t count_bad(const hx_tensor *t)
     return bad;
 }
 
-/* Opening has checked every structural rule; this reads every byte. */
-static int verify(const hx_weights *w, hx_err *err)
+static int check_finite(const hx_weights *w, hx_err *err)
 {
     for (int64_t i = 0; i < hx_weights_count(w); i++) {
         const hx_tensor *t = hx_weights_at(w, i);
@@ -151,7 +150,81 @@ static int verify(const hx_weights *w, hx_err *err)
                            "%s: %.120s: %llu numbers are not finite; the file is damaged",
                            hx_weights_file(w, t), t->name, (unsigned long long)bad);
     }
-    printf("verified: structure of all tensors, all plain numbers finite\n");
+    return 0;
+}
+
+static void print_bad(void *ud, const char *name, const char *why)
+{
+    int *shown = ud;
+
+    if ((*shown)++ < 20)
+        fprintf(stderr, "hoist: %s %s\n", name, why);
+}
+
+/* Compares with the checksums beside the checkpoint, or makes them. */
+static int verify_sums(const hx_weights *w, const char *dir, hx_err *err)
+{
+    hx_sums *want = NULL, *have = NULL;
+    hx_pool *pool = NULL;
+    char path[4096];
+    int shown = 0, rc;
+    int64_t n;
+
+    snprintf(path, sizeof path, "%s/" HX_SUMS_FILE, dir);
+    if ((rc = hx_pool_open(&pool, hx_sys_n_cpu(), NULL, err)) != 0 ||
+        (rc = hx_sums_make(&have, w, pool, NULL, NULL, err)) != 0)
+        goto fail;
+    if (!hx_file_exists(path)) {
+        hx_err why = { 0 };
+
+        if (hx_sums_write(have, dir, &why) == 0)
+            printf("checksums: none were there; made of %lld tensors, in %s\n",
+                   (long long)hx_sums_count(have), path);
+        else /* a read-only folder is no fault of the checkpoint */
+            printf("checksums: none are there and none could be kept: %s\n", why.msg);
+        goto fail;
+    }
+    if ((rc = hx_sums_read(&want, dir, err)) != 0)
+        goto fail;
+    if ((n = hx_sums_compare(want, have, print_bad, &shown)) != 0)
+        rc = hx_fail(
+            err, HX_EFORMAT,
+            "%s: %lld of %lld tensors differ from " HX_SUMS_FILE
+            "; fetch the checkpoint again, or remove that file if it was changed on "
+            "purpose",
+            dir, (long long)n, (long long)hx_sums_count(want));
+    else
+        printf("checksums: all %lld tensors are as " HX_SUMS_FILE " says\n",
+               (long long)hx_sums_count(want));
+fail:
+    hx_sums_close(want);
+    hx_sums_close(have);
+    hx_pool_close(pool);
+    return rc;
+}
+
+/* Opening has checked what the model uses; this checks and reads everything there is. */
+static int verify(hx_weights *w, const hx_cli *c, hx_err *err)
+{
+    const uint64_t seed = c->has_seed ? (uint64_t)c->seed : (uint64_t)time(NULL);
+    hx_verify_report r = { 0 };
+    int rc;
+
+    if ((rc = verify_sums(w, c->model, err)) != 0 ||
+        (rc = hx_verify_rules(w, &r, err)) != 0 || (rc = check_finite(w, err)) != 0 ||
+        (rc = hx_verify_rows(w, 64, seed, &r, err)) != 0)
+        return rc;
+    printf("rules: %lld EXL3 matrices keep all of them; %lld groups of experts mix "
+           "rates; all "
+           "plain numbers are finite\n",
+           (long long)r.n_exl3, (long long)r.n_mixed);
+    if (r.n_row > 0)
+        printf("rows: %lld of %lld matrices drawn (--seed %llu) are computed as defined, "
+               "error "
+               "at most %.1e of a product's size\n",
+               (long long)r.n_row, (long long)r.n_drawn, (unsigned long long)seed,
+               r.worst);
+    printf("verified\n");
     return 0;
 }
 
@@ -187,266 +260,13 @@ int cmd_inspect(const hx_cli *c)
         for (int64_t i = 0; c->tensors && i < hx_weights_count(m->weights); i++)
             print_tensor(m->weights, hx_weights_at(m->weights, i));
         if (c->verify)
-            rc = verify(m->weights, &err);
+            rc = verify(m->weights, c, &err);
     }
     hx_model_close(m);
     return rc != 0 ? cli_fail(&err) : 0;
 }
 
-/* ---- figures ------------------------------------------------------------ */
-
-/* Collects figures as lines for people and members of one JSON object. */
-typedef struct {
-    hx_sb json;
-} report;
-
-static void figure(report *r, const char *name, double v, const char *unit)
-{
-    printf("%-44s %12.4g %s\n", name, v, unit);
-    hx_sb_str(&r->json, r->json.n == 0 ? "{" : ",");
-    hx_json_put_str(&r->json, hx_str_c(name));
-    hx_sb_printf(&r->json, ":{\"value\":%.6g,\"unit\":\"%s\"}", v, unit);
-}
-
-static int write_report(report *r, const char *path)
-{
-    FILE *f;
-    int rc = 0;
-
-    hx_sb_str(&r->json, r->json.n == 0 ? "{}\n" : "}\n");
-    if (path != NULL &&
-        ((f = fopen(path, "w")) == NULL ||
-         fwrite(r->json.p, 1, r->json.n, f) != r->json.n || fclose(f) != 0)) {
-        fprintf(stderr, "hoist: %s: %s\n", path, strerror(errno));
-        rc = 1;
-    }
-    hx_sb_free(&r->json);
-    return rc;
-}
-
-static int by_value(const void *a, const void *b)
-{
-    const double x = *(const double *)a, y = *(const double *)b;
-
-    return x < y ? -1 : x > y;
-}
-
-static double median(double *v, int n)
-{
-    qsort(v, (size_t)n, sizeof *v, by_value);
-    return n % 2 != 0 ? v[n / 2] : (v[n / 2 - 1] + v[n / 2]) / 2;
-}
-
-/* ---- bench decode, prefill ---------------------------------------------- */
-
-/* Seeded ids that are plain text tokens: an endless supply of fresh prompts. */
-static void random_ids(const hx_info *info, uint64_t seed, int32_t *ids, int64_t n)
-{
-    const uint64_t top = (uint64_t)HX_MAX(info->n_token * 9 / 10, 1);
-
-    for (int64_t i = 0; i < n; i++)
-        ids[i] = (int32_t)(hx_rng_at(seed, (uint64_t)i) % top);
-}
-
-/* Runs streams requests of n_prompt random ids and n_new tokens to their end. Times in
- * seconds: to the last first token, and from there to the last token. */
-static int run_streams(hx_engine *e, const hx_info *info, uint64_t seed, int streams,
-                       int64_t n_prompt, int64_t n_new, double *first_s, double *rest_s,
-                       hx_err *err)
-{
-    int32_t *ids = hx_new(int32_t, n_prompt);
-    hx_stream *s[64] = { 0 };
-    int64_t start = hx_now_us(), first = 0, last = 0;
-    int rc = ids == NULL ? hx_fail(err, HX_ENOMEM, "bench: no memory") : 0;
-
-    for (int i = 0; rc == 0 && i < streams; i++) {
-        const hx_request r = { .tokens = ids,
-                               .n_tokens = n_prompt,
-                               .max_new = n_new,
-                               .ignore_eos = true,
-                               .temperature = 1,
-                               .seed = seed + (uint64_t)i };
-
-        random_ids(info, seed * 64 + (uint64_t)i, ids, n_prompt);
-        rc = hx_submit(e, &r, &s[i], err);
-    }
-    for (int i = 0; i < streams && s[i] != NULL; i++) {
-        hx_event ev = { 0 };
-
-        while (rc == 0 && ev.kind != HX_EV_DONE) {
-            hx_next(s[i], &ev, -1);
-            if (ev.kind == HX_EV_ERROR) {
-                *err = ev.err;
-                rc = ev.err.code;
-            }
-        }
-        first = HX_MAX(first, ev.times.first_us);
-        last = HX_MAX(last, ev.times.done_us);
-        hx_stream_free(s[i]);
-    }
-    *first_s = (double)(first - start) / 1e6;
-    *rest_s = (double)(last - first) / 1e6;
-    hx_free(ids);
-    return rc;
-}
-
-#define REPEATS 5
-
-/* Where experts ran in steps of a measured run, beside the least time that their misses
- * need at the measured costs, all lanes busy all the time. */
-static void figure_lanes(report *out, const hx_experts *a, const hx_experts *b,
-                         const char *what, double seconds)
-{
-    const double steps = (double)(b->steps - a->steps);
-    const struct {
-        const char *name;
-        double v;
-        const char *unit;
-    } rows[] = {
-        { "cost in GPU memory", b->us[0], "us" },
-        { "cost over the link", b->us[1], "us" },
-        { "cost on the CPU", b->us[2], "us" },
-        { "cost on the CPU, each row more", b->us[3], "us" },
-        { "cost of a post", b->us[4], "us" },
-        { "distinct experts",
-          (double)(b->here + b->link + b->lane - a->here - a->link - a->lane) / steps,
-          "a step" },
-        { "in GPU memory", (double)(b->here - a->here) / steps, "a step" },
-        { "over the link", (double)(b->link - a->link) / steps, "a step" },
-        { "on the CPU", (double)(b->lane - a->lane) / steps, "a step" },
-        { "GPU waits for the CPU", (double)(b->wait_us - a->wait_us) / steps / 1e3,
-          "ms a step" },
-        { "CPU on experts", (double)(b->lane_us - a->lane_us) / steps / 1e3,
-          "ms a step" },
-        { "moved in", (double)(b->pushed - a->pushed) / steps, "a step" },
-        { "link, read in place",
-          (double)(b->link - a->link) * (double)b->expert_bytes / seconds / 1e9, "GB/s" },
-        { "step", seconds / steps * 1e3, "ms" },
-        { "step, misses at measured costs",
-          ((double)(b->link + b->lane - a->link - a->lane) / steps) /
-              (1 / b->us[1] + (b->us[2] > 0 ? 1 / b->us[2] : 0)) / 1e3,
-          "ms" },
-    };
-
-    for (size_t i = 0; steps > 0 && i < HX_LEN(rows); i++) {
-        char name[96];
-
-        snprintf(name, sizeof name, "%s: %s", what, rows[i].name);
-        figure(out, name, rows[i].v, rows[i].unit);
-    }
-}
-
-static int bench_decode(hx_engine *e, const hx_cli *c, report *out, hx_err *err)
-{
-    static const int streams[] = { 1, 2, 4, 8 };
-    const int64_t n_new = c->n != 0 ? c->n : 128;
-    const uint64_t seed = c->has_seed ? (uint64_t)c->seed : 1;
-    hx_info info;
-    int rc;
-
-    hx_get_info(e, &info);
-    for (size_t i = 0; i < HX_LEN(streams) && streams[i] <= info.max_streams; i++) {
-        double rate[REPEATS], first, rest;
-        hx_experts before, after;
-        char name[64];
-
-        for (int k = -1; k < REPEATS; k++) { /* the first run warms up */
-            hx_get_experts(e, &before);
-            if ((rc = run_streams(e, &info, seed + (uint64_t)k, streams[i], 32, n_new,
-                                  &first, &rest, err)) != 0)
-                return rc;
-            if (k >= 0)
-                rate[k] = (double)(streams[i] * (n_new - 1)) / rest;
-        }
-        snprintf(name, sizeof name, "decode, %d stream%s", streams[i],
-                 streams[i] > 1 ? "s" : "");
-        figure(out, name, median(rate, REPEATS), "tok/s");
-        snprintf(name, sizeof name, "decode, %d stream%s, spread", streams[i],
-                 streams[i] > 1 ? "s" : "");
-        figure(out, name, (rate[REPEATS - 1] - rate[0]) / median(rate, REPEATS) * 100,
-               "%");
-        hx_get_experts(e, &after);
-        snprintf(name, sizeof name, "%d stream%s", streams[i], streams[i] > 1 ? "s" : "");
-        if (after.n_slot > 0)
-            figure_lanes(out, &before, &after, name, rest);
-    }
-    return 0;
-}
-
-static int bench_prefill(hx_engine *e, const hx_cli *c, report *out, hx_err *err)
-{
-    static const int64_t lengths[] = { 20, 100, 512, 2048, 8192 };
-    const uint64_t seed = c->has_seed ? (uint64_t)c->seed : 1;
-    hx_info info;
-    int rc;
-
-    hx_get_info(e, &info);
-    for (size_t i = 0; i < HX_LEN(lengths) && lengths[i] < info.ctx_tokens; i++) {
-        double rate[REPEATS], first, rest;
-        char name[64];
-
-        for (int k = -1; k < REPEATS; k++) {
-            if ((rc = run_streams(e, &info, seed + 1000 + (uint64_t)k, 1, lengths[i], 1,
-                                  &first, &rest, err)) != 0)
-                return rc;
-            if (k >= 0)
-                rate[k] = (double)lengths[i] / first;
-        }
-        snprintf(name, sizeof name, "prefill, %lld tokens", (long long)lengths[i]);
-        figure(out, name, median(rate, REPEATS), "tok/s");
-        snprintf(name, sizeof name, "time to first token, %lld tokens",
-                 (long long)lengths[i]);
-        figure(out, name, (double)lengths[i] / median(rate, REPEATS) * 1e3, "ms");
-    }
-    return 0;
-}
-
-static int bench_engine(const hx_cli *c, report *out)
-{
-    const bool both = c->what == NULL;
-    hx_engine *e;
-    hx_err err = { 0 };
-    hx_info info;
-    const int64_t start = hx_now_us();
-    int rc;
-
-    if ((rc = cli_open_engine(&e, c, NULL, NULL)) != 0)
-        return rc;
-    hx_get_info(e, &info);
-    printf("%s on %s\n", info.name, info.device);
-    figure(out, "ready after", (double)(hx_now_us() - start) / 1e6, "s");
-    if (both || strcmp(c->what, "decode") == 0)
-        rc = bench_decode(e, c, out, &err);
-    if (rc == 0 && (both || strcmp(c->what, "prefill") == 0))
-        rc = bench_prefill(e, c, out, &err);
-    figure(out, "resident memory", (double)hx_sys_rss_bytes() / 1e6, "MB");
-    figure(out, "weights", (double)info.weight_bytes / 1e6, "MB");
-    figure(out, "sequence memory", (double)info.cache_bytes / 1e6, "MB");
-    figure(out, "workspace", (double)info.work_bytes / 1e6, "MB");
-    hx_close(e);
-    return rc != 0 ? cli_fail(&err) : 0;
-}
-
 /* ---- bench ops ----------------------------------------------------------- */
-
-static double copy_rate(void)
-{
-    const size_t n = (size_t)256 << 20;
-    char *a = hx_map(n, true), *b = hx_map(n, true);
-    double best = 0;
-
-    for (int k = 0; a != NULL && b != NULL && k < 6; k++) {
-        const int64_t start = hx_now_us();
-
-        memset(a, k, 4096);
-        memcpy(b, a, n);
-        best =
-            HX_MAX(best, 2.0 * (double)n / (double)HX_MAX(hx_now_us() - start, 1) / 1e3);
-    }
-    hx_unmap(a, n);
-    hx_unmap(b, n);
-    return best;
-}
 
 /* One-thread matmul over a set of matrices larger than the caches, one shape and rate. */
 typedef struct {
@@ -456,6 +276,7 @@ typedef struct {
     int64_t rows;
 } mat_case;
 
+/* g_weights [4]: G weights/s of each repetition. */
 static int time_matmul(hx_dev *d, const mat_case *mc, uint8_t *mem, size_t mem_bytes,
                        double *g_weights, hx_err *err)
 {
@@ -463,7 +284,6 @@ static int time_matmul(hx_dev *d, const mat_case *mc, uint8_t *mem, size_t mem_b
     const size_t one = trellis + 2 * (size_t)(mc->n + mc->k);
     const int64_t sets = (int64_t)HX_MAX(mem_bytes / one, 1);
     hx_buf x, y;
-    double best = 0;
     int rc;
 
     if ((rc = hx_dev_alloc(d, &x, (size_t)(mc->rows * mc->k) * 4, err)) != 0 ||
@@ -492,16 +312,15 @@ static int time_matmul(hx_dev *d, const mat_case *mc, uint8_t *mem, size_t mem_b
 
             rc = hx_op_matmul(d, &a, err);
         }
-        best = HX_MAX(best, (double)(sets * mc->n * mc->k) /
-                                (double)(hx_now_us() - start) / 1e3);
+        g_weights[rep] =
+            (double)(sets * mc->n * mc->k) / (double)(hx_now_us() - start) / 1e3;
     }
-    *g_weights = best;
     hx_dev_free(d, &x);
     hx_dev_free(d, &y);
     return rc;
 }
 
-static int bench_ops(const hx_cli *c, report *out)
+int bench_ops(const hx_cli *c, bench_report *out)
 {
     static const int32_t rates[] = { 4, 6, 8, 10, 12, 16 };
     static const int64_t rows[] = { 1, 4, 64 };
@@ -536,39 +355,21 @@ static int bench_ops(const hx_cli *c, report *out)
     if (rc == 0) {
         printf("%s; EXL3 matrices of 4096 inputs and 2048 outputs, read from memory\n",
                d->text);
-        figure(out, "memory copy, one thread", copy_rate(), "GB/s");
     }
     for (size_t i = 0; rc == 0 && i < HX_LEN(rates); i++)
         for (size_t j = 0; rc == 0 && j < HX_LEN(rows); j++) {
             const mat_case mc = { 2048, 4096, rates[i], HX_CB_MUL1, rows[j] };
-            double g = 0;
+            double g[4] = { 0 };
             char name[64];
 
-            if ((rc = time_matmul(d, &mc, mem, rows[j] > 4 ? mem_bytes / 8 : mem_bytes,
-                                  &g, &err)) != 0)
+            if ((rc = time_matmul(d, &mc, mem, rows[j] > 4 ? mem_bytes / 8 : mem_bytes, g,
+                                  &err)) != 0)
                 break;
             snprintf(name, sizeof name, "EXL3 K=%g mul1, %lld row%s", rates[i] / 2.0,
                      (long long)rows[j], rows[j] > 1 ? "s" : "");
-            figure(out, name, g, "G weights/s");
+            bench_figure(out, name, "G weights/s", g, 4);
         }
     hx_dev_close(d);
     hx_unmap(mem, mem_bytes);
     return rc != 0 ? cli_fail(&err) : 0;
-}
-
-static void put_figure(void *ud, const char *name, double v, const char *unit)
-{
-    figure(ud, name, v, unit);
-}
-
-int cmd_bench(const hx_cli *c)
-{
-    report out = { 0 };
-    const char *what = c->what != NULL ? c->what : "";
-    const int rc = strcmp(what, "ops") == 0     ? bench_ops(c, &out)
-                   : strcmp(what, "serve") == 0 ? cli_bench_serve(c, put_figure, &out)
-                                                : bench_engine(c, &out);
-    const int wrc = write_report(&out, rc == 0 ? c->json : NULL);
-
-    return rc != 0 ? rc : wrc;
 }

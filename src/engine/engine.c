@@ -622,7 +622,9 @@ static int check_request(const hx_engine *e, const hx_request *r, hx_err *err)
         (rc = check_range(r->n_stop_ids, 0, HX_STOP_MAX, "stop_token_ids", err)) != 0 ||
         (rc = check_range((double)r->max_new, 0, 1e12, "max_tokens", err)) != 0 ||
         (rc = check_range((double)r->min_new, 0, 1e12, "min_tokens", err)) != 0 ||
-        (rc = check_range((double)r->deadline_ms, 0, 1e12, "deadline", err)) != 0)
+        (rc = check_range((double)r->deadline_ms, 0, 1e12, "deadline", err)) != 0 ||
+        (rc = check_range((double)r->n_forced, 0, 200000, "forced tokens", err)) != 0 ||
+        (rc = check_ids(e, r->forced, r->n_forced, "forced tokens", err)) != 0)
         return rc;
     for (int32_t i = 0; i < r->n_bias; i++)
         if ((rc = check_ids(e, &r->bias[i].token, 1, "logit_bias", err)) != 0 ||
@@ -654,13 +656,16 @@ static bool copy_request(hx_stream *s, const hx_request *r)
     s->req.bias = dup_array(&s->arena, r->bias, (size_t)r->n_bias, sizeof *r->bias);
     s->req.stop_ids =
         dup_array(&s->arena, r->stop_ids, (size_t)r->n_stop_ids, sizeof *r->stop_ids);
+    s->req.forced =
+        dup_array(&s->arena, r->forced, (size_t)r->n_forced, sizeof *r->forced);
     s->req.stop = stop =
         dup_array(&s->arena, r->stop, (size_t)r->n_stop, sizeof *r->stop);
     for (int32_t i = 0; stop != NULL && i < r->n_stop; i++)
         if ((stop[i].p = hx_arena_dup(&s->arena, r->stop[i].p, r->stop[i].n)) == NULL)
             return false;
     return (r->n_bias == 0 || s->req.bias != NULL) && (r->n_stop == 0 || stop != NULL) &&
-           (r->n_stop_ids == 0 || s->req.stop_ids != NULL);
+           (r->n_stop_ids == 0 || s->req.stop_ids != NULL) &&
+           (r->n_forced == 0 || s->req.forced != NULL);
 }
 
 /* The ring and what events point to; all the memory a stream will ever need. */

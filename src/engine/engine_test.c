@@ -378,6 +378,47 @@ static void test_logprobs_and_score(void **state)
     hx_close(e);
 }
 
+/* A forced answer is that answer, end ids and all; its alternatives are those of scoring the
+ * same text, as the decode path sees them. */
+static void test_forced_answer(void **state)
+{
+    hx_engine *e = open_demo(NULL);
+    hx_info info;
+    hx_err err = { 0 };
+    hx_event ev;
+    int32_t n = 0, got[8], best[8];
+
+    (void)state;
+    hx_get_info(e, &info);
+    const int32_t forced[] = { 262, info.eos[0], 1510, 11, 296 };
+    int32_t all[HX_LEN(hello) + HX_LEN(forced)];
+    hx_choice top[HX_LEN(all)];
+
+    memcpy(all, hello, sizeof hello);
+    memcpy(all + HX_LEN(hello), forced, sizeof forced);
+    hx_stream *s = submit(e, &(hx_request) { HELLO, .max_new = 5, .n_top = 3,
+                                             .forced = forced, .n_forced = 5 });
+    do {
+        assert_int_equal(hx_next(s, &ev, 60000), 1);
+        for (int32_t i = 0; ev.kind == HX_EV_TOKENS && i < ev.n_tokens; i++, n++) {
+            got[n] = ev.tokens[i];
+            best[n] = ev.top[3 * i].token;
+        }
+    } while (ev.kind == HX_EV_TOKENS);
+    assert_int_equal(ev.kind, HX_EV_DONE);
+    assert_int_equal(ev.stop, HX_STOP_LENGTH);
+    hx_stream_free(s);
+    assert_int_equal(n, 5);
+    assert_memory_equal(got, forced, sizeof forced);
+    const hx_score_args args = {
+        .tokens = all, .n_tokens = (int64_t)HX_LEN(all), .top = top, .n_top = 1
+    };
+    assert_int_equal(hx_score(e, &args, &err), 0);
+    for (size_t i = 0; i < HX_LEN(forced); i++)
+        assert_int_equal(best[i], top[HX_LEN(hello) - 1 + i].token);
+    hx_close(e);
+}
+
 static void expect_refused(hx_engine *e, const hx_request *r, int code, const char *word)
 {
     hx_stream *s;
@@ -749,6 +790,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_bias_and_force),
         cmocka_unit_test(test_grammar),
         cmocka_unit_test(test_logprobs_and_score),
+        cmocka_unit_test(test_forced_answer),
         cmocka_unit_test(test_refusals),
         cmocka_unit_test(test_cancel),
         cmocka_unit_test(test_queue_limit_and_deadline),

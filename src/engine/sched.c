@@ -204,7 +204,9 @@ static int32_t forced_or(hx_stream *s, int32_t id)
     const int64_t now = hx_now_us();
 
     pthread_mutex_lock(&s->engine->lock);
-    if (s->force_at < s->n_force)
+    if (s->generated < s->req.n_forced)
+        id = s->req.forced[s->generated];
+    else if (s->force_at < s->n_force)
         id = s->force[s->force_at++];
     s->generated++;
     if (s->times.first_us == 0) {
@@ -230,7 +232,8 @@ static bool accept_token(hx_stream *s, hx_out_token *t)
     hx_count(HX_C_generation_tokens_total, 1);
     hx_sample_seen(&s->hist, t->token, true);
     s->token[s->n_token++] = t->token;
-    if (!s->req.ignore_eos && end_id_index(s, t->token) >= 0) {
+    if (!s->req.ignore_eos && s->generated > s->req.n_forced &&
+        end_id_index(s, t->token) >= 0) {
         show_held(s, s->stopper.n_held, false);
         end_stream(s, HX_STOP_EOS, t->token, NULL);
         return false;

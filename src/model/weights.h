@@ -96,4 +96,53 @@ int hx_weights_vec(hx_weights *w, const hx_vec_want *want, hx_buf *out, hx_err *
 int hx_weights_copy(const hx_weights *w, const hx_vec_want *want, float *out,
                     hx_err *err);
 
+/* ---- checksums (sums.c) ----------------------------------------------- */
+
+#define HX_SUMS_FILE "hoist-checksums.json"
+
+/* A checksum per tensor: XXH3-128, which finds damage, not forgery. */
+typedef struct {
+    uint64_t lo, hi;
+} hx_sum;
+
+typedef struct hx_sums
+    hx_sums; /* of all tensors of a checkpoint; freed with hx_sums_close() */
+
+hx_sum hx_sums_of(const void *p, size_t n);
+/* Reads every byte of w. pool and fn may be NULL. Errors: HX_ENOMEM. */
+int hx_sums_make(hx_sums **out, const hx_weights *w, hx_pool *pool, hx_load_fn *fn,
+                 void *ud, hx_err *err);
+/* HX_SUMS_FILE of folder dir. Errors: HX_EIO (none there), HX_EFORMAT, HX_ENOMEM. */
+int hx_sums_read(hx_sums **out, const char *dir, hx_err *err);
+int hx_sums_write(const hx_sums *s, const char *dir, hx_err *err);
+void hx_sums_close(hx_sums *s);
+int64_t hx_sums_count(const hx_sums *s);
+/* Are bytes, wherever they lie now (a file, the pinned arena), those of tensor t? Any thread.
+ * Errors: HX_EFORMAT: other bytes, or a tensor that has no checksum; names it. */
+int hx_sums_check(const hx_sums *s, const hx_tensor *t, const void *bytes, hx_err *err);
+/* Calls bad for every tensor that differs, lacks a checksum, or is gone. have: made from w.
+ * Returns how many. */
+typedef void hx_sums_bad_fn(void *ud, const char *name, const char *why);
+int64_t hx_sums_compare(const hx_sums *want, const hx_sums *have, hx_sums_bad_fn *bad,
+                        void *ud);
+
+/* ---- rules (verify.c) ------------------------------------------------- */
+
+typedef struct {
+    int64_t n_exl3;  /* matrices, all rules of the format hold */
+    int64_t n_mixed; /* layers whose experts have several rates in one projection */
+    int64_t n_row, n_drawn; /* rows compared, of so many matrices drawn */
+    double worst;           /* their largest error, of the product's size */
+} hx_verify_report;
+
+/* Every EXL3 matrix of the checkpoint, whether the model uses it or not. Errors: HX_EFORMAT,
+ * HX_EUNSUP: names tensor and rule. */
+int hx_verify_rules(hx_weights *w, hx_verify_report *r, hx_err *err);
+/* Row n of an EXL3 matrix in double, straight from the format's definition; out [m->k_pad]. */
+void hx_verify_row(const hx_mat *m, int64_t n, double *out);
+/* Draws n_mat EXL3 matrices and two rows of each, and compares dev's products with those rows'.
+ * Errors: HX_EFORMAT: a product is wrong; names the matrix. */
+int hx_verify_rows(hx_weights *w, int64_t n_mat, uint64_t seed, hx_verify_report *r,
+                   hx_err *err);
+
 #endif

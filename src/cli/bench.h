@@ -1,0 +1,72 @@
+/* bench.h - what the files of `hoist bench` share: the report, figures with their spread, and
+ * what machine they come from. */
+#ifndef HX_BENCH_H
+#define HX_BENCH_H
+
+#include "cli/cli.h"
+
+/* Collects one result; printed as it comes, written as JSON at the end. */
+typedef struct {
+    hx_sb figures; /* members of "figures" */
+    hx_sb prompts; /* elements of "prompts_sha256" */
+    hx_sb extra;   /* further members of "protocol" */
+    const char *protocol, *about;
+    bool
+        random_text; /* prompts are random ids: no figure of speculation may come of them */
+    char device[64];
+} bench_report;
+
+/* A figure of n measurements, in the order they were made; shows median and range. */
+void bench_figure(bench_report *r, const char *name, const char *unit, const double *v,
+                  int n);
+void bench_one(bench_report *r, const char *name, const char *unit, double v);
+/* Notes the hash of a prompt's ids. */
+void bench_prompt(bench_report *r, const int32_t *ids, int64_t n);
+void bench_member(bench_report *r, const char *name,
+                  const char *json);         /* of "protocol" */
+double bench_median(const double *v, int n); /* n up to 64 */
+
+/* Appends the members "build", "machine", "gpu" and "ceilings" (measured now, with n_threads)
+ * to an object. bench_machine.c */
+void bench_machine(hx_sb *b, int n_threads);
+
+/* An engine under measurement. */
+typedef struct {
+    hx_engine *e;
+    hx_info info;
+    const hx_cli *c;
+    bench_report *out;
+    uint64_t seed;
+} bench_run;
+
+/* One stream's part in a run. */
+typedef struct {
+    const int32_t *ids;
+    int64_t n_ids, max_new;
+    float temperature;
+    uint64_t seed;
+    bool ignore_eos, first_only; /* first_only: cancelled at its first token */
+
+    int64_t n; /* tokens of the answer */
+    hx_times times;
+    hx_stop stop;
+} bench_stream;
+
+/* Called for every event with tokens, when it was received. */
+typedef void bench_event_fn(void *ud, int64_t now_us, const hx_event *ev);
+
+/* Runs all streams together to their ends. fn may be NULL (only with one stream). */
+int bench_streams(hx_engine *e, bench_stream *s, int n, bench_event_fn *fn, void *ud,
+                  hx_err *err);
+/* Seeded ids of plain text tokens: an endless supply of fresh prompts. */
+void bench_random_ids(const hx_info *info, uint64_t seed, int32_t *ids, int64_t n);
+
+/* Where experts ran between two looks at them, over seconds of decode. bench_lanes.c */
+void bench_lanes(bench_report *out, const char *what, const hx_experts *a,
+                 const hx_experts *b, double seconds);
+
+int bench_ops(const hx_cli *c, bench_report *out);               /* tools.c */
+int bench_protocol(bench_run *b, const char *name, hx_err *err); /* bench_protocol.c */
+int bench_compare(const hx_cli *c);                              /* bench_compare.c */
+
+#endif

@@ -1,0 +1,54 @@
+/* bench_lanes.c - bench decode: where experts ran, beside what their costs allow. Called by
+ * bench.c for models whose experts do not all fit the GPU. */
+#include "cli/bench.h"
+
+void bench_lanes(bench_report *out, const char *what, const hx_experts *a,
+                 const hx_experts *b, double seconds)
+{
+    const double steps = (double)(b->steps - a->steps),
+                 mb = (double)b->expert_bytes / 1e6,
+                 here = (double)(b->here - a->here) / steps,
+                 link = (double)(b->link - a->link) / steps,
+                 lane = (double)(b->lane - a->lane) / steps,
+                 rate = 1 / b->us[1] + (b->us[2] > 0 ? 1 / b->us[2] : 0);
+    const struct {
+        const char *name;
+        double v;
+        const char *unit;
+    } rows[] = {
+        { "expert in GPU memory", b->us[0], "us" },
+        { "expert over the link", b->us[1], "us" },
+        { "expert on the CPU", b->us[2], "us" },
+        { "there, each row more", b->us[3], "us" },
+        { "post to the CPU", b->us[4], "us" },
+        { "distinct experts", here + link + lane, "a step" },
+        { "in GPU memory", here, "a step" },
+        { "hits of distinct experts", 100 * here / (here + link + lane), "%" },
+        { "over the link", link, "a step" },
+        { "on the CPU", lane, "a step" },
+        { "moved in", (double)(b->pushed - a->pushed) / steps, "a step" },
+        { "evicted", (double)(b->evicted - a->evicted) / steps, "a step" },
+        { "GPU waits for the CPU", (double)(b->wait_us - a->wait_us) / steps / 1e3,
+          "ms a step" },
+        { "CPU on experts", (double)(b->lane_us - a->lane_us) / steps / 1e3,
+          "ms a step" },
+        { "bytes over the link", link * mb, "MB a step" },
+        { "bytes on the CPU", lane * mb, "MB a step" },
+        { "link, over the whole step", link * mb * steps / seconds / 1e3, "GB/s" },
+        { "step", seconds / steps * 1e3, "ms" },
+        { "step, bound of its misses", (link + lane) / rate / 1e3, "ms" },
+    };
+    char name[96];
+
+    for (size_t i = 0; steps > 0 && i < HX_LEN(rows); i++) {
+        snprintf(name, sizeof name, "%s: %s", what, rows[i].name);
+        bench_one(out, name, rows[i].unit, rows[i].v);
+    }
+    if (steps <= 0)
+        return;
+    const double gpu = link * b->us[1], cpu = lane * (b->us[2] + b->us[4] * (lane > 0));
+    printf("%s: the %s limits\n", what,
+           gpu < 1 && cpu < 1 ? "GPU"
+           : gpu >= cpu       ? "link"
+                              : "CPU lane");
+}

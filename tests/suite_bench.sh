@@ -1,0 +1,58 @@
+#!/bin/bash
+# hoist bench: one JSON that says what was measured, on what; protocols; comparing two results.
+#   tests/suite_bench.sh BUILD
+hoist=$1/hoist demo=models/demo-exl3
+tmp=$(mktemp -d)
+trap 'rm -rf "$tmp"' EXIT
+
+check() {        # NAME, expected status, pattern in what it printed, command…
+    local name=$1 status=$2 pattern=$3 got rc
+    shift 3
+    got=$(timeout 150 "$@" 2>&1 </dev/null)
+    rc=$?
+    [ "$rc" = "$status" ] && grep -qE "$pattern" <<<"$got" && echo "ok bench_$name" ||
+        echo "not ok bench_$name: status $rc (expected $status), said: $(head -c 300 <<<"$got")"
+}
+
+holds() {        # NAME, JSON file, python condition on r, f (figures), p (protocol)
+    python3 -c "
+import json, hashlib, sys
+r = json.load(open('$2')); f = r['figures']; p = r['protocol']
+sys.exit(not ($3))" 2>"$tmp/why" && echo "ok bench_$1" || echo "not ok bench_$1: not $3: $(tail -n 1 "$tmp/why")"
+}
+
+check decode 0 'decode, 1 stream' "$hoist" bench decode $demo -n 8 --streams 2 --json "$tmp/a.json"
+holds json "$tmp/a.json" "len(f['decode, 2 streams']['all']) == 5 and f['decode, 2 streams']['min'] <= f['decode, 2 streams']['median'] <= f['decode, 2 streams']['max']"
+holds speculation "$tmp/a.json" "p['speculative'] is False and p['text'] == 'random ids'"
+holds machine "$tmp/a.json" "r['machine']['cpus'] >= 1 and r['machine']['memory_bytes'] > 1e8 and r['machine']['cpu'] and 'gpu' in r and r['machine']['load']"
+holds build "$tmp/a.json" "r['build']['binary_sha256'] == hashlib.sha256(open('$hoist', 'rb').read()).hexdigest()"
+holds ceilings "$tmp/a.json" "all(0.1 < r['ceilings'][c]['min'] <= r['ceilings'][c]['median'] <= r['ceilings'][c]['max'] < 5000 for c in ('memory_read', 'memory_copy'))"
+check compare_self 0 'no difference shown' "$hoist" bench compare "$tmp/a.json" "$tmp/a.json"
+python3 - "$tmp" <<'P'
+import json, sys
+r = json.load(open(sys.argv[1] + "/a.json"))
+f = r["figures"]["decode, 1 stream"]
+f["all"] = [100, 101, 102, 103, 104]
+json.dump(r, open(sys.argv[1] + "/b.json", "w"))
+f["all"] = [200, 202, 204, 206, 208]
+r["machine"]["cpu"] = "another"
+json.dump(r, open(sys.argv[1] + "/c.json", "w"))
+P
+check compare 0 'different processors' "$hoist" bench compare "$tmp/b.json" "$tmp/c.json" --json "$tmp/d.json"
+python3 -c "
+import json, sys
+d = json.load(open('$tmp/d.json'))['ratios_b_over_a']['decode, 1 stream']
+sys.exit(not (abs(d['ratio'] - 2) < 1e-5 and 1.9 < d['lo'] < 2 < d['hi'] < 2.1))" && echo "ok bench_compare_ratio" || echo "not ok bench_compare_ratio: $(cat "$tmp/d.json")"
+
+check structured 0 'decode ' "$hoist" bench $demo --protocol structured -n 24 --json "$tmp/s.json"
+holds structured_json "$tmp/s.json" "p['name'] == 'structured' and p['text'] == 'natural' and len(p['prompts_sha256']) == 1 and len(f['decode']['all']) == 5 and p['ends']['all'] == 5"
+check greedy 0 'decode C4, together' "$hoist" bench $demo --protocol greedy-decode -n 24 --json "$tmp/g.json"
+holds greedy_prompts "$tmp/g.json" "len(p['prompts_sha256']) == 14 and len(set(p['prompts_sha256'])) == 14 and len(f['decode C1, each']['all']) == 2"
+check evenness 0 'share by half time' "$hoist" bench $demo --protocol evenness --json "$tmp/e.json"
+holds evenness_json "$tmp/e.json" "0 <= f['share by half time']['median'] <= 1 and p['pass'] in (True, False)"
+check prefill_ctx 1 'needs a context of 8256' "$hoist" bench $demo --protocol random-prefill --ctx 2048
+check decode_32k_ctx 1 'needs a context of' "$hoist" bench $demo --protocol decode-32k --ctx 2048
+check no_protocol 1 'expected random-prefill' "$hoist" bench $demo --protocol banana
+check compare_one 2 'needs two files' "$hoist" bench compare "$tmp/a.json"
+echo '{}' > "$tmp/x.json"
+check compare_other 1 'no result of hoist bench' "$hoist" bench compare "$tmp/a.json" "$tmp/x.json"
