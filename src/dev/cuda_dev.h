@@ -5,7 +5,8 @@
  * cuda_ops.cu     rows on their own, streams, routing
  * cuda_product.cu products: plain formats, and the dispatch to those of cuda.h
  * cuda_sample.cu  sampling
- * cuda_kda.cu     short convolution and gated delta rule
+ * cuda_kda.cu     short convolution and gated delta rule, row by row
+ * cuda_chunk.cu   gated delta rule in chunks
  * cuda_attn.cu    what needs pages: latents, index, attention
  * cuda_lane.cu    plan, and what runs beside the stream: pins, pushes, graphs
  * cuda_matmul.cu  products with EXL3 matrices, cuda_moe.cu: experts of them (cuda.h)
@@ -73,6 +74,7 @@ size_t hx_cuda_ops_scratch_bytes(const hx_dev_limits *l);
 size_t hx_cuda_product_scratch_bytes(const hx_dev_limits *l, int n_sm);
 size_t hx_cuda_sample_scratch_bytes(const hx_dev_limits *l);
 size_t hx_cuda_attn_scratch_bytes(const hx_dev_limits *l, int n_sm);
+size_t hx_cuda_chunk_scratch_bytes(const hx_dev_limits *l);
 
 #ifdef __cplusplus
 }
@@ -125,6 +127,9 @@ void hx_cuda_tables_close(hx_cuda *c);
 /* cuda_lane.cu, at open and close. */
 int hx_cuda_link_open(hx_cuda *c, hx_err *err);
 void hx_cuda_link_close(hx_cuda *c);
+
+/* cuda_kda.cu: brings states past their pending rows (kda_step, without new rows). */
+int hx_cuda_kda_fold(hx_dev *d, const hx_kda_step_args *a, hx_err *err);
 
 /* cuda.cu: device memory; the sentence names what it is for, and both numbers. */
 int hx_cuda_alloc_for(void **out, size_t bytes, const char *what, hx_err *err);

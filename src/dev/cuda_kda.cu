@@ -282,6 +282,7 @@ typedef struct {
     int *ticket; /* [spans, heads], zero before and after */
     int64_t ld;
     int heads, width;
+    bool fold; /* nothing but pending rows */
 } kda_args;
 
 /* K: the width rounded up. HOLD: decode, where the new rows become pending and the state
@@ -599,7 +600,8 @@ template <class T>
 __global__ void kda_rows(const kda_args a, const __grid_constant__ hx_cuda_spans spans);
 
 template <class T>
-static int kda_launch(hx_dev *d, const char *op, const hx_kda_step_args *a, hx_err *err)
+static int kda_launch(hx_dev *d, const char *op, const hx_kda_step_args *a, bool fold,
+                      hx_err *err)
 {
     hx_cuda *c = hx_cuda_of(d);
     const kda_args k = { (float *)a->o.p,
@@ -613,7 +615,8 @@ static int kda_launch(hx_dev *d, const char *op, const hx_kda_step_args *a, hx_e
                          c->ticket,
                          a->ld,
                          (int)a->heads,
-                         (int)a->width };
+                         (int)a->width,
+                         fold };
     const dim3 grid((unsigned)(a->heads * hx_ceil_div(a->width, KDA_COLS)),
                     (unsigned)a->rows.n_span);
     hx_cuda_spans spans;
@@ -646,18 +649,25 @@ extern "C" int hx_cuda_kda_step(hx_dev *d, const hx_kda_step_args *a, hx_err *er
 
     if (rc != 0)
         return rc;
-    return a->width <= 64 ? kda_launch<kda_shape<64, true>>(d, "kda_step", a, err)
-                          : kda_launch<kda_shape<128, true>>(d, "kda_step", a, err);
+    return a->width <= 64
+               ? kda_launch<kda_shape<64, true>>(d, "kda_step", a, false, err)
+               : kda_launch<kda_shape<128, true>>(d, "kda_step", a, false, err);
 }
 
-extern "C" int hx_cuda_kda_chunk(hx_dev *d, const hx_kda_chunk_args *a, hx_err *err)
+int hx_cuda_kda_fold(hx_dev *d, const hx_kda_step_args *a, hx_err *err)
 {
     const int rc = check_width("kda_chunk", a, err);
 
     if (rc != 0)
         return rc;
-    return a->width <= 64 ? kda_launch<kda_shape<64, false>>(d, "kda_chunk", a, err)
-                          : kda_launch<kda_shape<128, false>>(d, "kda_chunk", a, err);
+    return a->width <= 64
+               ? kda_launch<kda_shape<64, true>>(d, "kda_chunk", a, true, err)
+               : kda_launch<kda_shape<128, true>>(d, "kda_chunk", a, true, err);
+}
+
+extern "C" int hx_cuda_kda_old(hx_dev *d, const hx_kda_chunk_args *a, hx_err *err)
+{
+    return kda_launch<kda_shape<128, false>>(d, "kda_chunk", a, false, err);
 }
 
 /* One block: 32 columns of one head of one span, all rows in order. Grid (heads * width /
@@ -680,6 +690,8 @@ __global__ void __launch_bounds__(T::THREADS, T::HOLD ? 4 : 2)
                    0 };
     kda_state<T> st;
 
+    if (a.fold)
+        x.s.n_row = 0;
     x.n = x.s.commit + x.s.n_row;
     x.keep = T::HOLD ? x.s.commit : x.n;
     if (x.n == 0 && x.s.pos0 > 0)
