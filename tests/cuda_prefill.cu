@@ -1,7 +1,7 @@
 /* cuda_prefill.cu - what prefill needs beside products and experts, on a machine with a GPU:
  * the operations against the double reference (check), and their time at the full size of
  * GLM-5.3-Flash in a call of 8,192 rows that ends at position 32,768 (time). Prints "ok NAME"
- * or "not ok NAME". Arguments: any of check, time, or operations' names; none: all. Built by
+ * or "not ok NAME". Arguments: any of small, check, time; none: all. Built by
  * tests/gpu.sh. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -352,6 +352,111 @@ struct pages {
     }
 };
 
+/* Picks of each row: some pools that it sees, ascending. */
+static void fill_picks(std::vector<int32_t> &pick, std::vector<int32_t> &n_pick,
+                       const hx_rows &rows, int64_t k, int pool_n)
+{
+    pick.assign((size_t)(rows.n_row * k), -1);
+    n_pick.assign((size_t)rows.n_row, 0);
+    for (int i = 0; i < rows.n_span; i++)
+        for (int r = 0; r < rows.span[i].n_row; r++) {
+            const int64_t row = rows.span[i].row0 + r;
+            const int seen = (rows.span[i].pos0 + r + 1) / pool_n;
+            const int n = (int)std::min<int64_t>(k, seen);
+            int p = 0;
+
+            for (int j = 0; j < n; j++, p++) { /* as many as are left must fit */
+                const int spare = seen - p - (n - j);
+
+                p += spare > 0 ? (int)(hx_rng_at(91, (uint64_t)(row * k + j)) %
+                                       (uint64_t)(1 + 2 * spare / (n - j + 1)))
+                               : 0;
+                pick[(size_t)(row * k + j)] = p;
+            }
+            n_pick[(size_t)row] = n;
+        }
+}
+
+/* Prefill rows against the decode path, which is within 1e-13 of the reference. */
+static void check_mla(const char *name, std::vector<hx_span> span, int64_t heads,
+                      int64_t width, int64_t k, float sharp)
+{
+    hx_mla_attend_args a = {};
+    pages latent(width, 1);
+    std::vector<int32_t> pick, n_pick;
+
+    for (const hx_span &x : span)
+        a.rows.n_row = std::max<int64_t>(a.rows.n_row, x.row0 + x.n_row);
+    a.rows.span = span.data();
+    a.rows.n_span = (int32_t)span.size();
+    a.heads = heads;
+    a.cache = latent.p;
+    a.pool_n = 4;
+    a.k_pick = k;
+    a.scale = 1.0f / 16;
+    a.q = normals(a.rows.n_row * heads * width, sharp);
+    a.z = bytes_of((size_t)(a.rows.n_row * heads * width) * 4);
+    if (k > 0) {
+        fill_picks(pick, n_pick, a.rows, k, 4);
+        a.pick = bytes_of(pick.size() * 4);
+        a.n_pick = bytes_of(n_pick.size() * 4);
+        MUST(hx_dev_put(gpu, a.pick, pick.data(), a.pick.n, &err));
+        MUST(hx_dev_put(gpu, a.n_pick, n_pick.data(), a.n_pick.n, &err));
+    }
+    MUST(hx_op_mla_attend(gpu, &a, &err));
+    const std::vector<float> want = floats_of(a.z);
+    a.prefill = true;
+    MUST(hx_op_mla_attend(gpu, &a, &err));
+    const std::vector<float> got = floats_of(a.z);
+    bool ok = true;
+    /* each row of the first span alone */
+    for (int r = 0; r < span[0].n_row; r += 3) {
+        hx_mla_attend_args one = a;
+        hx_span s = span[0];
+        const size_t at = (size_t)((s.row0 + r) * heads * width);
+
+        s.pos0 += r;
+        s.n_row = 1;
+        s.row0 = 0;
+        one.rows = hx_rows { &s, 1, 1, {} };
+        one.q = hx_buf_at(a.q, at * 4);
+        one.z = hx_buf_at(a.z, at * 4);
+        if (k > 0) {
+            one.pick = hx_buf_at(a.pick, (size_t)((span[0].row0 + r) * k) * 4);
+            one.n_pick = hx_buf_at(a.n_pick, (size_t)(span[0].row0 + r) * 4);
+        }
+        MUST(hx_op_mla_attend(gpu, &one, &err));
+    }
+    const std::vector<float> alone = floats_of(a.z);
+    if (memcmp(alone.data(), got.data(), a.z.n) != 0) {
+        printf("not ok mla_attend %s: other bits alone\n", name);
+        ok = false;
+    }
+    double worst = 0;
+    for (int64_t i = 0; i < a.rows.n_row * heads; i++)
+        worst = std::max(worst, distance(&got[(size_t)(i * width)],
+                                         &want[(size_t)(i * width)], (size_t)width));
+    const double d = distance(got.data(), want.data(), got.size());
+    printf("%s mla_attend %s: %.2g, worst row %.2g\n", ok && d < 1e-3 ? "ok" : "not ok",
+           name, d, worst);
+    fflush(stdout);
+    for (hx_buf *b : { &a.q, &a.z, &a.pick, &a.n_pick })
+        if (b->p != NULL)
+            hx_dev_free(gpu, b);
+    latent.drop();
+}
+
+static void check_mlas(void)
+{
+    check_mla("first rows", { { 0, 0, 70, 0, 0 } }, 64, 512, 0, 1);
+    check_mla("all positions", { { 0, 0, 40, 1990, 0 } }, 64, 512, 0, 2);
+    check_mla("picks", { { 0, 0, 67, 24001, 0 } }, 64, 512, 512, 2);
+    check_mla("picks, sharp", { { 0, 0, 67, 24001, 0 } }, 64, 512, 512, 8);
+    check_mla("picks, flat", { { 0, 0, 67, 24001, 0 } }, 64, 512, 512, 0.1f);
+    check_mla("4 heads of 64", { { 0, 0, 67, 3000, 0 } }, 4, 64, 16, 2);
+    check_mla("96 heads of 40", { { 0, 0, 67, 300, 0 } }, 96, 40, 16, 2);
+}
+
 static void time_streams(void)
 {
     hx_buf streams = normals((int64_t)ROWS * S * D), x = bytes_of((size_t)ROWS * D * 4),
@@ -440,9 +545,15 @@ static void time_latents(void)
     });
     line("mla_attend, sparse", 11, [&] {
         const hx_mla_attend_args a = { z, q, pick, n_pick, latent.p, rows_of(), HEADS, k,
-                                       4, 1.0f / 16 };
+                                       4, 1.0f / 16, true };
         MUST(hx_op_mla_attend(gpu, &a, &err));
     });
+    const double exact = ms_of([&] {
+        const hx_mla_attend_args a = { z, q, pick, n_pick, latent.p, rows_of(), HEADS, k,
+                                       4, 1.0f / 16, false };
+        MUST(hx_op_mla_attend(gpu, &a, &err));
+    }, 1);
+    printf("  (mla_attend of decode rows: %.1f ms)\n", exact);
     for (hx_buf *b : { &q, &z, &w, &iq, &iw, &score, &pick, &n_pick })
         hx_dev_free(gpu, b);
     latent.drop();
@@ -492,8 +603,14 @@ int main(int argc, char **argv)
     opt.name = "cuda";
     opt.limits = hx_dev_limits { ROWS, 16384, 24576, 8, 288, HEADS, CTX };
     MUST(hx_dev_open(&gpu, &opt, &err));
-    if (wanted("check"))
+    if (wanted("small")) { /* for compute-sanitizer */
+        check_kda("small", { { 1, 0, 70, 30, 1 }, { 0, 70, 64, 64, 0 } }, 2, 128, 1, 0);
+        check_mla("small", { { 0, 0, 4, 301, 0 } }, 64, 512, 16, 2);
+    }
+    if (wanted("check")) {
         check_kdas();
+        check_mlas();
+    }
     if (wanted("time")) {
         time_kda(64, 1);
         time_kda(512, 1);

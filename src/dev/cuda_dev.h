@@ -8,6 +8,7 @@
  * cuda_kda.cu     short convolution and gated delta rule, row by row
  * cuda_chunk.cu   gated delta rule in chunks
  * cuda_attn.cu    what needs pages: latents, index, attention
+ * cuda_mla.cu     attention of prefill rows on Hopper
  * cuda_lane.cu    plan, and what runs beside the stream: pins, pushes, graphs
  * cuda_matmul.cu  products with EXL3 matrices, cuda_moe.cu: experts of them (cuda.h)
  *
@@ -130,6 +131,10 @@ void hx_cuda_link_close(hx_cuda *c);
 
 /* cuda_kda.cu: brings states past their pending rows (kda_step, without new rows). */
 int hx_cuda_kda_fold(hx_dev *d, const hx_kda_step_args *a, hx_err *err);
+
+/* cuda_mla.cu: mla_attend of prefill rows on Hopper; whether it takes such a call. */
+bool hx_cuda_mla_takes(const hx_cuda *c, const hx_mla_attend_args *a);
+int hx_cuda_mla_rows(hx_cuda *c, const hx_mla_attend_args *a, hx_err *err);
 
 /* cuda.cu: device memory; the sentence names what it is for, and both numbers. */
 int hx_cuda_alloc_for(void **out, size_t bytes, const char *what, hx_err *err);
