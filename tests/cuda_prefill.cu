@@ -1,7 +1,7 @@
 /* cuda_prefill.cu - what prefill needs beside products and experts, on a machine with a GPU:
  * the operations against the double reference (check), and their time at the full size of
  * GLM-5.3-Flash in a call of 8,192 rows that ends at position 32,768 (time). Prints "ok NAME"
- * or "not ok NAME". Arguments: any of small, check, time; none: all. Built by
+ * or "not ok NAME". Arguments: any of small, profile, check, time; none: all. Built by
  * tests/gpu.sh. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -55,7 +55,8 @@ __global__ void fill_normal(float *p, int64_t n, uint64_t seed, float scale, flo
         z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
         z = (z ^ z >> 27) * 0x94D049BB133111EBull;
         z ^= z >> 31;
-        const float u = ((uint32_t)z + 0.5f) * 0x1p-32f, a = (uint32_t)(z >> 32) * 0x1p-32f;
+        const float u = ((uint32_t)z + 0.5f) * 0x1p-32f,
+                    a = (uint32_t)(z >> 32) * 0x1p-32f;
         const float v = sqrtf(-2 * logf(u)) * cosf(6.2831853f * a) * scale + shift;
 
         p[i] = negative ? -fabsf(v) : v;
@@ -219,8 +220,8 @@ static void check_kda(const char *name, std::vector<hx_span> span, int64_t heads
     const double of_o = distance(mine.data(), o.data(), o.size());
     const double of_s = distance(after.data(), state.data(), state.size());
     for (int64_t i = 0; i < x.a.rows.n_row * heads; i++)
-        worst = std::max(worst, distance(&mine[(size_t)(i * width)], &o[(size_t)(i * width)],
-                                         (size_t)width));
+        worst = std::max(worst, distance(&mine[(size_t)(i * width)],
+                                         &o[(size_t)(i * width)], (size_t)width));
     /* each span alone, cut at multiples of 64 of the position */
     MUST(hx_dev_put(gpu, x.a.state, before.data(), x.a.state.n, &err));
     MUST(hx_dev_put(gpu, x.a.o, o.data(), x.a.o.n, &err));
@@ -269,8 +270,12 @@ static void check_kdas(void)
     check_kda("alike keys, weak decay", { { 0, 0, 1000, 0, 0 } }, 4, 128, 0.01f, 2);
     check_kda("alike keys, no decay", { { 0, 0, 1000, 0, 0 } }, 2, 128, 0.0f, 5);
     check_kda("beyond the gate's bound", { { 0, 0, 200, 0, 0 } }, 2, 128, 60, 0);
-    check_kda("spans", { { 2, 0, 137, 50, 2 }, { 0, 137, 7, 0, 0 }, { 1, 144, 0, 9, 3 },
-                         { 3, 144, 70, 128, 8 } }, 3, 128, 1, 0.5f);
+    check_kda("spans",
+              { { 2, 0, 137, 50, 2 },
+                { 0, 137, 7, 0, 0 },
+                { 1, 144, 0, 9, 3 },
+                { 3, 144, 70, 128, 8 } },
+              3, 128, 1, 0.5f);
     check_kda("width 64", { { 1, 0, 150, 30, 1 }, { 0, 150, 64, 64, 0 } }, 3, 64, 1, 0);
     check_kda("width 17", { { 1, 0, 150, 30, 1 }, { 0, 150, 64, 64, 0 } }, 3, 17, 1, 0);
     check_kda("width 100", { { 1, 0, 150, 30, 1 }, { 0, 150, 64, 64, 0 } }, 3, 100, 1, 0);
@@ -447,8 +452,9 @@ static hx_mat mat_of(hx_fmt fmt, int64_t n, int64_t k, const void *w)
 }
 
 /* Prefill rows against the canonical arithmetic, which is within 1e-6 of the reference. */
-static void check_heads(const char *name, hx_fmt fmt, int64_t rows, int64_t heads, int64_t n,
-                        int64_t k, int64_t stride, int64_t first, bool transposed)
+static void check_heads(const char *name, hx_fmt fmt, int64_t rows, int64_t heads,
+                        int64_t n, int64_t k, int64_t stride, int64_t first,
+                        bool transposed)
 {
     const hx_buf w = fmt == HX_FMT_F32 ? normals(heads * stride * k, 0.05f)
                                        : bf16s(heads * stride * k, 0.05f);
@@ -518,8 +524,8 @@ static void time_streams(void)
     const hx_mat m = mat_of(HX_FMT_F32, S * (2 + S), S * D, fn.p);
 
     line("hc_mix", 90, [&] {
-        const hx_hc_mix_args a = { x, post, comb, streams, base, scale, &m,
-                                   ROWS, S, D, 1e-5f, 1e-6f, 20 };
+        const hx_hc_mix_args a = { x,    post, comb, streams, base,  scale, &m,
+                                   ROWS, S,    D,    1e-5f,   1e-6f, 20 };
         MUST(hx_op_hc_mix(gpu, &a, &err));
     });
     line("rmsnorm", 90, [&] {
@@ -537,8 +543,8 @@ static void time_streams(void)
 static void time_linear(void)
 {
     const int64_t c = 3 * HEADS * 128;
-    hx_buf u = normals(ROWS * c), y = bytes_of((size_t)(ROWS * c) * 4), w = normals(c * 4),
-           state = bytes_of((size_t)(3 * c) * 4),
+    hx_buf u = normals(ROWS * c), y = bytes_of((size_t)(ROWS * c) * 4),
+           w = normals(c * 4), state = bytes_of((size_t)(3 * c) * 4),
            pend = bytes_of((size_t)(HX_PEND_MAX * c) * 4), a_log = normals(HEADS),
            dt = normals(c / 3), norm = normals(128);
 
@@ -582,18 +588,20 @@ static void time_latents(void)
         hx_head_matmul_args a = { z, q, &m, ROWS, HEADS, 256, 512, 256, false, true };
         MUST(hx_op_head_matmul(gpu, &a, &err));
     });
-    const double plain = ms_of([&] {
-        hx_head_matmul_args a = { z, q, &m, ROWS, HEADS, 256, 512, 0, true, false };
-        MUST(hx_op_head_matmul(gpu, &a, &err));
-    }, 1);
+    const double plain = ms_of(
+        [&] {
+            hx_head_matmul_args a = { z, q, &m, ROWS, HEADS, 256, 512, 0, true, false };
+            MUST(hx_op_head_matmul(gpu, &a, &err));
+        },
+        1);
     printf("  (head_matmul, absorbed, of decode rows: %.1f ms)\n", plain);
     line("latent_append", 11, [&] {
         const hx_latent_append_args a = { q, 512, latent.p, rows_of() };
         MUST(hx_op_latent_append(gpu, &a, &err));
     });
     line("index_score", 11, [&] {
-        const hx_index_score_args a = { score, iq, iw, pool.p, rows_of(), 32, 4, seen,
-                                        0.088f, 0.18f };
+        const hx_index_score_args a = { score, iq, iw,   pool.p, rows_of(),
+                                        32,    4,  seen, 0.088f, 0.18f };
         MUST(hx_op_index_score(gpu, &a, &err));
     });
     line("topk", 11, [&] {
@@ -601,15 +609,17 @@ static void time_latents(void)
         MUST(hx_op_topk(gpu, &a, &err));
     });
     line("mla_attend, sparse", 11, [&] {
-        const hx_mla_attend_args a = { z, q, pick, n_pick, latent.p, rows_of(), HEADS, k,
-                                       4, 1.0f / 16, true };
+        const hx_mla_attend_args a = { z,     q, pick, n_pick,    latent.p, rows_of(),
+                                       HEADS, k, 4,    1.0f / 16, true };
         MUST(hx_op_mla_attend(gpu, &a, &err));
     });
-    const double exact = ms_of([&] {
-        const hx_mla_attend_args a = { z, q, pick, n_pick, latent.p, rows_of(), HEADS, k,
-                                       4, 1.0f / 16, false };
-        MUST(hx_op_mla_attend(gpu, &a, &err));
-    }, 1);
+    const double exact = ms_of(
+        [&] {
+            const hx_mla_attend_args a = { z,     q, pick, n_pick,    latent.p, rows_of(),
+                                           HEADS, k, 4,    1.0f / 16, false };
+            MUST(hx_op_mla_attend(gpu, &a, &err));
+        },
+        1);
     printf("  (mla_attend of decode rows: %.1f ms)\n", exact);
     for (hx_buf *b : { &q, &z, &w, &iq, &iw, &score, &pick, &n_pick })
         hx_dev_free(gpu, b);
@@ -621,8 +631,9 @@ static void time_experts(void)
 {
     const int64_t n = (int64_t)ROWS * 8;
     hx_buf x = normals((int64_t)ROWS * D), part = normals(n * D), weight = normals(n),
-           id = bytes_of(n * 4), bias = normals(288, 0.1f), score = bytes_of(ROWS * 288 * 4),
-           w = bf16s(288 * D, 0.02f), f = normals((int64_t)ROWS * 12288);
+           id = bytes_of(n * 4), bias = normals(288, 0.1f),
+           score = bytes_of(ROWS * 288 * 4), w = bf16s(288 * D, 0.02f),
+           f = normals((int64_t)ROWS * 12288);
     const hx_mat m = mat_of(HX_FMT_BF16, 288, D, w.p);
 
     line("router", 42, [&] {
@@ -640,8 +651,8 @@ static void time_experts(void)
         MUST(hx_op_combine(gpu, &a, &err));
     });
     line("swiglu, 2,048 wide", 42, [&] {
-        const hx_swiglu_args a = { f, f, hx_buf_at(f, (size_t)ROWS * 2048 * 4), ROWS, 2048,
-                                   10 };
+        const hx_swiglu_args a = { f,    f,    hx_buf_at(f, (size_t)ROWS * 2048 * 4),
+                                   ROWS, 2048, 10 };
         MUST(hx_op_swiglu(gpu, &a, &err));
     });
     for (hx_buf *b : { &x, &part, &weight, &id, &bias, &score, &w, &f })
@@ -664,6 +675,10 @@ int main(int argc, char **argv)
         check_kda("small", { { 1, 0, 70, 30, 1 }, { 0, 70, 64, 64, 0 } }, 2, 128, 1, 0);
         check_heads("small", HX_FMT_BF16, 9, 4, 128, 128, 256, 0, true);
         check_mla("small", { { 0, 0, 4, 301, 0 } }, 64, 512, 16, 2);
+    }
+    if (wanted("profile")) { /* for ncu */
+        check_kda("profile", { { 0, 0, 1536, 64, 0 } }, 64, 128, 0.5f, 0.2f);
+        check_mla("profile", { { 0, 0, 528, 24001, 0 } }, 64, 512, 512, 2);
     }
     if (wanted("check")) {
         check_kdas();

@@ -124,7 +124,7 @@ template <int K> struct make_room {
     float k[CHUNK][LD];
     float g[CHUNK][LD]; /* log decays; from their sums on: summed inside the sub-block */
     float start[SUBS + 1][K]; /* their sum before each sub-block, and over all */
-    float a[CHUNK][A_LD]; /* A below the diagonal, M^T on it and above */
+    float a[CHUNK][A_LD];     /* A below the diagonal, M^T on it and above */
     float t[SUBS][SUB][T_LD]; /* (I + A)^-1 of each sub-block */
     float beta[CHUNK], q_scale[CHUNK];
 };
@@ -397,8 +397,7 @@ HX_DEVICE void make_scaled(const chunk_at &x, const make_room<K> &room,
 }
 
 /* X^T [16, rows] of (I + A) X = x, in place; sums of m16n8, [sub-block][8 rows]. */
-template <int K>
-HX_DEVICE void solve(const make_room<K> &room, float (&x)[SUBS][2][4])
+template <int K> HX_DEVICE void solve(const make_room<K> &room, float (&x)[SUBS][2][4])
 {
     const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
 
@@ -465,16 +464,18 @@ HX_DEVICE void make_solved(const chunk_at &x, const make_room<K> &room,
     float u[SUBS][2][4], w[SUBS][2][4];
 #pragma unroll
     for (int e = 0; e < SUBS * 8; e++) {
-        const int i = 8 * (e >> 2) + 2 * q + (e & 1), d = 16 * warp + g + 8 * (e >> 1 & 1);
+        const int i = 8 * (e >> 2) + 2 * q + (e & 1),
+                  d = 16 * warp + g + 8 * (e >> 1 & 1);
 
         u[e >> 3][e >> 2 & 1][e & 3] = x.at(x.a.v, i, d);
     }
 #pragma unroll
     for (int e = 0; e < SUBS * 8; e++) {
-        const int i = 8 * (e >> 2) + 2 * q + (e & 1), d = 16 * warp + g + 8 * (e >> 1 & 1);
+        const int i = 8 * (e >> 2) + 2 * q + (e & 1),
+                  d = 16 * warp + g + 8 * (e >> 1 & 1);
 
-        w[e >> 3][e >> 2 & 1][e & 3] = -room.beta[i] * room.k[i][d] *
-                                       __expf(room.start[e >> 3][d] + room.g[i][d]);
+        w[e >> 3][e >> 2 & 1][e & 3] =
+            -room.beta[i] * room.k[i][d] * __expf(room.start[e >> 3][d] + room.g[i][d]);
     }
     solve<K>(room, w);
 #pragma unroll
@@ -490,8 +491,7 @@ HX_DEVICE void make_solved(const chunk_at &x, const make_room<K> &room,
 }
 
 /* M as an operand; tiles above the diagonal are never read. */
-template <int K>
-HX_DEVICE void make_inner(const make_room<K> &room, chunk_record<K> *to)
+template <int K> HX_DEVICE void make_inner(const make_room<K> &room, chunk_record<K> *to)
 {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2,
               q = lane & 3;

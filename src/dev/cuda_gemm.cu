@@ -19,18 +19,18 @@
 #include "dev/cuda_tensor.h"
 
 enum {
-    GROUP = 128,            /* outputs of a thread block: one rotation */
-    WARPS = GROUP / 16,     /* that multiply */
-    STEP = 64,              /* inputs of a stage of the pipeline */
-    IMAGE_ROWS = 64,        /* rows whose parts of a step lie together */
+    GROUP = 128,                  /* outputs of a thread block: one rotation */
+    WARPS = GROUP / 16,           /* that multiply */
+    STEP = 64,                    /* inputs of a stage of the pipeline */
+    IMAGE_ROWS = 64,              /* rows whose parts of a step lie together */
     PART = IMAGE_ROWS * STEP * 2, /* bytes of these */
-    MOST_ROWS = 256,        /* of a thread block */
-    OUT_ROWS = 64,          /* that leave together */
-    OUT_PITCH = GROUP + 4,  /* floats; no bank conflicts */
+    MOST_ROWS = 256,              /* of a thread block */
+    OUT_ROWS = 64,                /* that leave together */
+    OUT_PITCH = GROUP + 4,        /* floats; no bank conflicts */
     OUT_BYTES = OUT_ROWS * OUT_PITCH * 4,
     MOST_STAGES = 6,
     MOST_SHARED = 200 << 10, /* bytes: with less a thread block takes 128 rows */
-    K2_HALF = 32, /* "twice the bits" of tiles of halves */
+    K2_HALF = 32,            /* "twice the bits" of tiles of halves */
     ROW_THREADS = 256,
 };
 
@@ -216,8 +216,8 @@ HX_DEVICE uint32_t pair_half(uint32_t s0, uint32_t s1, hx_cuda_codebook cb)
 
 /* EXL3 of K2, or of any rate of which PER windows fit two words. */
 template <int K2, int PER, bool HALF> struct exl3 {
-    HX_DEVICE void decode(const uint8_t *tile, int k2, hx_cuda_codebook cb,
-                                    int lane, uint32_t a[4])
+    HX_DEVICE void decode(const uint8_t *tile, int k2, hx_cuda_codebook cb, int lane,
+                          uint32_t a[4])
     {
         uint32_t s[8];
 
@@ -237,8 +237,8 @@ template <int K2, int PER, bool HALF> struct exl3 {
 
 /* Tiles of halves in this order. */
 struct halves {
-    HX_DEVICE void decode(const uint8_t *tile, int k2, hx_cuda_codebook cb,
-                                    int lane, uint32_t a[4])
+    HX_DEVICE void decode(const uint8_t *tile, int k2, hx_cuda_codebook cb, int lane,
+                          uint32_t a[4])
     {
         const uint4 v = ((const uint4 *)tile)[lane];
 
@@ -258,8 +258,8 @@ struct row_block {
 
 struct gemm {
     const uint8_t *w;
-    const uint16_t *svh, *bias; /* svh NULL: no rotation */
-    const float *out_scale;     /* [outputs] or NULL */
+    const uint16_t *svh, *bias;   /* svh NULL: no rotation */
+    const float *out_scale;       /* [outputs] or NULL */
     const hx_cuda_expert *expert; /* or NULL */
     int which;
     const row_block *block; /* NULL: one matrix, blocks of N rows */
@@ -320,7 +320,7 @@ HX_DEVICE bool piece_at(const gemm &p, int64_t t, int block_rows, piece *x)
 
 /* Stages of 64 inputs in shared memory, filled and emptied in turn. */
 struct pipe {
-    uint8_t *x, *w; /* [stages] rows, weights */
+    uint8_t *x, *w;       /* [stages] rows, weights */
     uint32_t full, empty; /* [stages] barriers */
     int x_bytes, w_bytes, stages, at;
     uint32_t phase;
@@ -495,9 +495,10 @@ HX_DEVICE ending ending_of(const gemm &p, const piece &t)
     for (int i = 0; i < 4; i++) {
         const bool in = col + i < p.n;
 
-        e.svh[i] = !in ? 0.0f
-                       : t.svh != NULL ? hx_half_to(t.svh[col + i])
-                                       : t.out_scale != NULL ? t.out_scale[col + i] : 1.0f;
+        e.svh[i] = !in                   ? 0.0f
+                   : t.svh != NULL       ? hx_half_to(t.svh[col + i])
+                   : t.out_scale != NULL ? t.out_scale[col + i]
+                                         : 1.0f;
         e.bias[i] = in && p.bias != NULL ? hx_half_to(p.bias[col + i]) : 0.0f;
     }
     e.scale = r < t.rows ? p.scale[t.pos + r] : 0.0f;
@@ -611,9 +612,9 @@ __global__ void __launch_bounds__(threads_of<N>, N == 64 ? 2 : 1)
 
 struct halves_in {
     hx_plain_mat m;
-    int64_t first;  /* output of the first tile */
-    int tiles;      /* of 16 outputs in a row of tiles */
-    uint8_t *w;     /* [k / 16, tiles, 512] */
+    int64_t first;    /* output of the first tile */
+    int tiles;        /* of 16 outputs in a row of tiles */
+    uint8_t *w;       /* [k / 16, tiles, 512] */
     float *out_scale; /* [16 tiles] */
 };
 
@@ -684,7 +685,8 @@ static cudaError_t shared_limits(int *block, int *all)
     if (rc == cudaSuccess)
         rc = cudaDeviceGetAttribute(block, cudaDevAttrMaxSharedMemoryPerBlockOptin, dev);
     if (rc == cudaSuccess)
-        rc = cudaDeviceGetAttribute(all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, dev);
+        rc =
+            cudaDeviceGetAttribute(all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, dev);
     return rc;
 }
 
@@ -1094,10 +1096,10 @@ static cudaError_t heads_rows(const hx_head_matmul_args *a, const heads_layout *
     p.wide = (uintptr_t)p.y % 16 == 0 && p.ldy % 4 == 0;
     p.groups = (int)(l->n_pad / GROUP);
     p.k2 = K2_HALF;
-    return rc != cudaSuccess ? rc
-                             : launch_gemm(&p, w, HX_CB_MUL1,
-                                           a->heads * hx_ceil_div(rows, block_rows),
-                                           stream);
+    return rc != cudaSuccess
+               ? rc
+               : launch_gemm(&p, w, HX_CB_MUL1, a->heads * hx_ceil_div(rows, block_rows),
+                             stream);
 }
 
 cudaError_t hx_cuda_heads_many(const hx_head_matmul_args *a, const hx_cuda_work *w,
@@ -1122,13 +1124,13 @@ cudaError_t hx_cuda_heads_many(const hx_head_matmul_args *a, const hx_cuda_work 
                           (uint8_t *)w->p,
                           (float *)((char *)w->p + l.out_scale) };
     if (rc == cudaSuccess)
-        HX_PLAIN_SWITCH(a->w->fmt, rc = hx_cuda_launch(false, heads_to_halves<FMT>,
-                                                       dim3((unsigned)in.tiles,
-                                                            (unsigned)a->heads),
-                                                       dim3(ROW_THREADS), 0, stream, in));
+        HX_PLAIN_SWITCH(a->w->fmt,
+                        rc = hx_cuda_launch(false, heads_to_halves<FMT>,
+                                            dim3((unsigned)in.tiles, (unsigned)a->heads),
+                                            dim3(ROW_THREADS), 0, stream, in));
     for (int64_t r = 0; r < a->rows && rc == cudaSuccess; r += rows)
-        rc = heads_rows(a, &l, r, HX_MIN(rows, a->rows - r),
-                        most_rows(K2_HALF, limit), w, stream);
+        rc = heads_rows(a, &l, r, HX_MIN(rows, a->rows - r), most_rows(K2_HALF, limit), w,
+                        stream);
     return rc;
 }
 
@@ -1204,9 +1206,9 @@ static many_layout many_layout_of(const hx_cuda_moe *m, int64_t window)
     const int64_t picks = (int64_t)m->rows * m->active;
     many_layout l = {};
 
-    l.positions = hx_ceil_div(picks + (IMAGE_ROWS - 1) * HX_MIN(picks, m->n_expert),
-                              IMAGE_ROWS) *
-                  IMAGE_ROWS;
+    l.positions =
+        hx_ceil_div(picks + (IMAGE_ROWS - 1) * HX_MIN(picks, m->n_expert), IMAGE_ROWS) *
+        IMAGE_ROWS;
     if (window == 0)
         window = hx_ceil_div(l.positions, MOST_ROWS) * MOST_ROWS;
     const int64_t n_window = hx_ceil_div(l.positions, window);

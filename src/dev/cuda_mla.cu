@@ -61,8 +61,8 @@ struct mla_row {
 /* Two bf16 as halves. */
 HX_DEVICE uint32_t halves_of(uint32_t two)
 {
-    const __half2 h = __floats2half2_rn(__uint_as_float(two << 16),
-                                        __uint_as_float(two & 0xFFFF0000u));
+    const __half2 h =
+        __floats2half2_rn(__uint_as_float(two << 16), __uint_as_float(two & 0xFFFF0000u));
 
     return *(const uint32_t *)&h;
 }
@@ -157,8 +157,7 @@ HX_DEVICE void begin_scores(const mla_row &x, int t, float (&s)[16])
     for (int b = 0; b < LATENT / BLOCK / GROUPS; b++) {
         const int block = 4 * group + b;
         const uint64_t q = hx_wgmma_matrix(hx_shared_of(x.room.q[block]));
-        const uint64_t c =
-            hx_wgmma_matrix(hx_shared_of(x.room.c[at] + block * C_BLOCK));
+        const uint64_t c = hx_wgmma_matrix(hx_shared_of(x.room.c[at] + block * C_BLOCK));
 
 #pragma unroll
         for (int k = 0; k < 4; k++)
@@ -338,12 +337,10 @@ __global__ void __launch_bounds__(THREADS, 1)
 {
 #if HX_WGMMA
     extern __shared__ __align__(1024) uint8_t shared[];
-    mla_row x = { a,
-                  *(mla_room *)shared,
-                  positions_of(a.pick, spans, blockIdx.x),
-                  blockIdx.x,
-                  HEADS * (int)blockIdx.y,
-                  0 };
+    mla_row x = {
+        a,          *(mla_room *)shared,     positions_of(a.pick, spans, blockIdx.x),
+        blockIdx.x, HEADS * (int)blockIdx.y, 0
+    };
 
     x.tiles = (x.l.n + TILE - 1) / TILE;
     if (x.tiles == 0)
@@ -375,12 +372,8 @@ bool hx_cuda_mla_takes(const hx_cuda *c, const hx_mla_attend_args *a)
 
 int hx_cuda_mla_rows(hx_cuda *c, const hx_mla_attend_args *a, hx_err *err)
 {
-    mla_args k = { (float *)a->z.p,
-                   (const float *)a->q.p,
-                   picks_of(a),
-                   {},
-                   (int)a->heads,
-                   a->scale * 1.44269504f };
+    mla_args k = { (float *)a->z.p, (const float *)a->q.p, picks_of(a), {},
+                   (int)a->heads,   a->scale * 1.44269504f };
     hx_cuda_spans spans;
     int rc;
 
