@@ -200,8 +200,8 @@ HX_DEVICE uint32_t pair_of(float a, float b)
     return *(const uint32_t *)&h;
 }
 
-/* Scores of n positions become weights, the operand A of two products of 16 positions. */
-HX_DEVICE void soften(softmax &m, float (&s)[16], int n, uint32_t (&p)[2][4])
+/* Scores of n positions become weights. */
+HX_DEVICE void soften(softmax &m, float (&s)[16], int n)
 {
     const int q = threadIdx.x & 3;
 
@@ -229,23 +229,20 @@ HX_DEVICE void soften(softmax &m, float (&s)[16], int n, uint32_t (&p)[2][4])
         m.mass[r] = fmaf(m.mass[r], m.keep[r], sum);
         m.top[r] = best;
     }
-#pragma unroll
-    for (int k = 0; k < 2; k++)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            p[k][i] = pair_of(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
 }
 
-/* z and weights are the program's again. */
-HX_DEVICE void take_back(float (&z)[128], uint32_t (&p)[2][4])
+/* z is the program's again, and so are the registers of the weights that made it: those of
+ * the next tile stay f32 until here, or their halves would be written over operands that
+ * tensor cores still read. */
+HX_DEVICE void take_back(float (&z)[128], float (&s)[16])
 {
     hx_wgmma_wait();
 #pragma unroll
     for (int i = 0; i < 128; i++)
         HX_PIN(z[i], "f");
 #pragma unroll
-    for (int i = 0; i < 8; i++)
-        HX_PIN(p[i >> 2][i & 3], "r");
+    for (int i = 0; i < 16; i++)
+        HX_PIN(s[i], "f");
 }
 
 /* z times what the softmax keeps; most tiles bring no new maximum. */
@@ -289,7 +286,6 @@ HX_DEVICE void attend(const mla_row &x)
     const int group = threadIdx.x >> 7;
     softmax m = { { -INFINITY, -INFINITY }, {}, {} };
     float z[128], s[16];
-    uint32_t p[2][4] = {};
 
 #pragma unroll
     for (int i = 0; i < 128; i++)
@@ -299,20 +295,20 @@ HX_DEVICE void attend(const mla_row &x)
     begin_scores(x, 0, s);
     hx_wgmma_wait();
     for (int t = 0; t < x.tiles; t++) {
-        uint32_t next[2][4];
+        uint32_t p[2][4]; /* operand A of two products of 16 positions */
 
 #pragma unroll
         for (int i = 0; i < 16; i++)
             HX_PIN(s[i], "f");
         join_scores(x, t, s);
-        soften(m, s, x.l.n - t * TILE, next);
-        take_back(z, p);
+        soften(m, s, x.l.n - t * TILE);
+        take_back(z, s);
         if (t > 0 && (threadIdx.x & 31) == 0)
             hx_bar_arrive(hx_shared_of(&x.room.empty[(t - 1) % RING]));
         keep(z, m);
 #pragma unroll
         for (int i = 0; i < 8; i++)
-            p[i >> 2][i & 3] = next[i >> 2][i & 3];
+            p[i >> 2][i & 3] = pair_of(s[2 * i], s[2 * i + 1]);
         hx_wgmma_begin();
         if (t + 1 < x.tiles)
             begin_scores(x, t + 1, s);
@@ -323,7 +319,7 @@ HX_DEVICE void attend(const mla_row &x)
         hx_wgmma_commit();
         hx_wgmma_wait_older();
     }
-    take_back(z, p);
+    take_back(z, s);
     store_row(x, z, m);
 }
 
@@ -358,6 +354,8 @@ __global__ void __launch_bounds__(THREADS, 1)
         hx_registers_more<208>();
         attend(x);
     }
+#else
+    __trap(); /* hx_cuda_mla_takes sends nothing here */
 #endif
 }
 
