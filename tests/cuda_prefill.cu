@@ -152,8 +152,6 @@ static double ms_of(const std::function<void()> &f, int n = 5)
 
 /* ---- gated delta rule ---------------------------------------------------------- */
 
-extern "C" int hx_cuda_kda_old(hx_dev *d, const hx_kda_chunk_args *a, hx_err *err);
-
 struct kda {
     hx_kda_chunk_args a = {};
     hx_buf qkv;
@@ -279,7 +277,7 @@ static void check_kdas(void)
     check_kda("width 64", { { 1, 0, 150, 30, 1 }, { 0, 150, 64, 64, 0 } }, 3, 64, 1, 0);
     check_kda("width 17", { { 1, 0, 150, 30, 1 }, { 0, 150, 64, 64, 0 } }, 3, 17, 1, 0);
     check_kda("width 100", { { 1, 0, 150, 30, 1 }, { 0, 150, 64, 64, 0 } }, 3, 100, 1, 0);
-    check_kda("64 heads", { { 0, 0, 2500, 64, 0 } }, 64, 128, 0.5f, 0.2f);
+    check_kda("64 heads", { { 0, 0, 1700, 64, 0 } }, 64, 128, 0.5f, 0.2f);
 }
 
 static void time_kda(int rows, int spans)
@@ -289,11 +287,9 @@ static void time_kda(int rows, int spans)
     for (int i = 0; i < spans; i++)
         s.push_back({ i, i * (rows / spans), rows / spans, 64, 0 });
     kda x(s, 64, 128, 0.5f, 0);
-    const double now = ms_of([&] { MUST(hx_op_kda_chunk(gpu, &x.a, &err)); });
-    const double old = ms_of([&] { MUST(hx_cuda_kda_old(gpu, &x.a, &err)); });
-
-    printf("kda_chunk %d rows, %d spans: %.3f ms; the recurrence %.3f ms\n", rows, spans,
-           now, old);
+    printf("kda_chunk %d rows, %d spans: %.3f ms\n", rows, spans,
+           ms_of([&] { MUST(hx_op_kda_chunk(gpu, &x.a, &err)); }));
+    fflush(stdout);
     x.drop();
 }
 
@@ -403,6 +399,12 @@ static void check_mla(const char *name, std::vector<hx_span> span, int64_t heads
     MUST(hx_op_mla_attend(gpu, &a, &err));
     const std::vector<float> got = floats_of(a.z);
     bool ok = true;
+    for (int i = 0; i < 10 && ok; i++) { /* a race may need some tries */
+        MUST(hx_op_mla_attend(gpu, &a, &err));
+        ok = memcmp(floats_of(a.z).data(), got.data(), a.z.n) == 0;
+    }
+    if (!ok)
+        printf("not ok mla_attend %s: other bits when run again\n", name);
     /* each row of the first span alone */
     for (int r = 0; r < span[0].n_row; r += 3) {
         hx_mla_attend_args one = a;
@@ -511,6 +513,7 @@ static void check_mlas(void)
     check_mla("picks", { { 0, 0, 67, 24001, 0 } }, 64, 512, 512, 2);
     check_mla("picks, sharp", { { 0, 0, 67, 24001, 0 } }, 64, 512, 512, 8);
     check_mla("picks, flat", { { 0, 0, 67, 24001, 0 } }, 64, 512, 512, 0.1f);
+    check_mla("all multiprocessors", { { 0, 0, 528, 24001, 0 } }, 64, 512, 512, 2);
     check_mla("4 heads of 64", { { 0, 0, 67, 3000, 0 } }, 4, 64, 16, 2);
     check_mla("96 heads of 40", { { 0, 0, 67, 300, 0 } }, 96, 40, 16, 2);
 }
