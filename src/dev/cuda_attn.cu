@@ -3,8 +3,8 @@
  * cuda.cu. Never allocates, waits or reads back; spans and page tables are read where
  * they are, so that a decode step can be replayed at any length.
  *
- * All sums are fp32 FMAs in an order that follows the row's own length: decode and
- * prefill run the same text. */
+ * All sums are fp32 FMAs in an order that follows the row's own length, decode and prefill
+ * alike; attention of prefill rows on Hopper is cuda_mla.cu. */
 #include "dev/cuda_pages.h"
 #include "dev/fmt_plain.h"
 
