@@ -345,8 +345,8 @@ void hx_cuda_close(hx_dev *d)
 }
 
 /* In the order of HX_OPS, which is that of hx_dev_ops. */
-const hx_dev_ops hx_cuda_ops = { "cuda",        dev_alloc, dev_free, dev_put, dev_get,
-                                 &hx_cuda_link,
+const hx_dev_ops hx_cuda_ops = { "cuda",        dev_alloc, dev_free,
+                                 dev_put,       dev_get,   &hx_cuda_link,
 #define X(op, name) name,
                                  HX_CUDA_OPS(X)
 #undef X

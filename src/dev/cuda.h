@@ -207,7 +207,8 @@ __device__ static inline void hx_cuda_rotate(float v[4])
  * multiple of 8 in a word is taken by one byte permutation; another is moved there by a
  * left shift, which the compiler may give to the multiplier. */
 template <int K2>
-__device__ static inline void hx_cuda_windows(const uint32_t *tile, int lane, uint32_t s[8])
+__device__ static inline void hx_cuda_windows(const uint32_t *tile, int lane,
+                                              uint32_t s[8])
 {
     constexpr int words = 4 * K2;
     constexpr int per = K2 == 14 ? 2 : K2 <= 6 || K2 == 8 ? 8 : 4;

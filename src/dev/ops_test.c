@@ -519,7 +519,8 @@ static void run_vector(const lane *l, const op_row *op, size_t i, const hx_json 
             fail_msg("%s: expected %zu values of %s, it has %lld", label,
                      hx_json_len(w.j), b->name, (long long)b->n);
         /* the decimals have nine digits; f32 storage alone costs 1e-15 */
-        check_near(label, b, want_json, &w, ref ? 1e-13 : HX_MAX(bound_of(t, l->dev), 1e-13));
+        check_near(label, b, want_json, &w,
+                   ref ? 1e-13 : HX_MAX(bound_of(t, l->dev), 1e-13));
         checked++;
     }
     assert_true(checked > 0);
