@@ -1,7 +1,7 @@
 /* cuda_gemm.cu - the CUDA products with many rows against the double reference, their bits
  * in calls of other sizes, and their time. Built by tests/gpu.sh, run on a machine with a
  * GPU. Prints "ok NAME" or "not ok NAME". Arguments: any of check, experts, peak, time,
- * moe; none: all. */
+ * moe, none: all; numbers: time only calls of so many rows. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <algorithm>
@@ -275,13 +275,44 @@ static std::vector<double> expert_of(const matrix *m, const float *x, float limi
     return m[2].times(g.data());
 }
 
+/* Expert 0 has every other pick; some are left out. */
+static std::vector<int32_t> picks(size_t n, int n_expert)
+{
+    std::vector<int32_t> id(n);
+
+    for (size_t i = 0; i < n; i++) {
+        const uint64_t r = hx_rng_at(23, i);
+
+        id[i] = r % 13 == 0  ? -1
+                : r % 2 == 0 ? 0
+                             : (int32_t)((r >> 8) % (uint64_t)n_expert);
+    }
+    return id;
+}
+
+/* The matrix as an expert's: on the device, or in host memory that the device reads. */
+static hx_cuda_mat place(const matrix &m, bool host, std::vector<void *> &pinned)
+{
+    hx_cuda_mat to = { m.dev.w, m.dev.suh, m.dev.svh };
+
+    if (host) {
+        void *h;
+
+        CHECK(cudaHostAlloc(&h, m.w.size(), cudaHostAllocMapped));
+        memcpy(h, m.w.data(), m.w.size());
+        to.trellis = h;
+        pinned.push_back(h);
+    }
+    return to;
+}
+
 static void check_experts(int64_t d, int64_t f, int rows, int active, int n_expert,
                           const int k2[3], hx_codebook cb, bool host)
 {
     std::vector<matrix> mats;
     std::vector<hx_cuda_expert> on((size_t)n_expert);
     std::vector<float> x((size_t)(rows * d)), got((size_t)(rows * active * d)), all;
-    std::vector<int32_t> id((size_t)(rows * active));
+    const std::vector<int32_t> id = picks((size_t)(rows * active), n_expert);
     std::vector<void *> pinned;
     hx_cuda_moe m = {};
     char name[128];
@@ -295,23 +326,10 @@ static void check_experts(int64_t d, int64_t f, int rows, int active, int n_expe
 
             mats.emplace_back(HX_FMT_EXL3, i == 2 ? d : f, i == 2 ? f : d, k2[i], cb,
                               (uint64_t)(1000 * i + 10 * e), false);
-            *to = hx_cuda_mat { mats.back().dev.w, mats.back().dev.suh,
-                                mats.back().dev.svh };
-            if (host) {
-                void *h;
-                CHECK(cudaHostAlloc(&h, mats.back().w.size(), cudaHostAllocMapped));
-                memcpy(h, mats.back().w.data(), mats.back().w.size());
-                to->trellis = h;
-                pinned.push_back(h);
-            }
+            *to = place(mats.back(), host, pinned);
         }
     for (size_t i = 0; i < x.size(); i++)
         x[i] = (float)hx_rng_normal(17, i);
-    for (size_t i = 0; i < id.size(); i++) { /* expert 0 has every other pick */
-        const uint64_t r = hx_rng_at(23, i);
-
-        id[i] = r % 13 == 0 ? -1 : r % 2 == 0 ? 0 : (int32_t)((r >> 8) % (uint64_t)n_expert);
-    }
     m.x = upload(x);
     m.y = upload(got);
     m.id = upload(id);
@@ -355,7 +373,8 @@ static void check_experts(int64_t d, int64_t f, int rows, int active, int n_expe
     CHECK(cudaMemset(m.y, 0xff, got.size() * 4));
     CHECK(hx_cuda_experts_many(&one, &w, 0));
     CHECK(cudaMemcpy(got.data(), m.y, got.size() * 4, cudaMemcpyDeviceToHost));
-    if (memcmp(&all[(size_t)(3 * active * d)], got.data(), (size_t)(active * d) * 4) != 0) {
+    if (memcmp(&all[(size_t)(3 * active * d)], got.data(), (size_t)(active * d) * 4) !=
+        0) {
         printf("not ok %s: other bits alone\n", name);
         ok = false;
     }
@@ -368,9 +387,9 @@ static void check_experts(int64_t d, int64_t f, int rows, int active, int n_expe
             if (memcmp(y, poison.data(), (size_t)d * 4) != 0)
                 ok = false;
         } else if (p % 37 == 0 || p + 8 > id.size()) {
-            const double e = distance(
-                y, expert_of(&mats[(size_t)(3 * id[p])], &x[p / (size_t)active * (size_t)d],
-                             m.limit));
+            const double e =
+                distance(y, expert_of(&mats[(size_t)(3 * id[p])],
+                                      &x[p / (size_t)active * (size_t)d], m.limit));
             worst = std::isfinite(e) ? std::max(worst, e) : 9;
         }
     }
@@ -545,7 +564,8 @@ static float *random_rows(int64_t n)
 static double time_one(hx_fmt fmt, int64_t n, int64_t k, int k2, hx_codebook cb, int rows,
                        int block)
 {
-    const size_t bytes = fmt == HX_FMT_EXL3 ? (size_t)(n * k) / 16 * k2 : (size_t)(n * k) * 2;
+    const size_t bytes =
+        fmt == HX_FMT_EXL3 ? (size_t)(n * k) / 16 * k2 : (size_t)(n * k) * 2;
     const int sets = (int)HX_MAX(2, HX_MIN(rows > 256 ? 8 : 32, (150u << 20) / bytes));
     std::vector<uint16_t> scale((size_t)HX_MAX(n, k), 0x3c00);
     uint8_t *dev = random_trellis(bytes * (size_t)sets);
@@ -578,6 +598,7 @@ static double time_one(hx_fmt fmt, int64_t n, int64_t k, int k2, hx_codebook cb,
 
 /* The reference on an H200 (exllamav3 1.4.1), by rows. */
 static const int n_rows[] = { 32, 64, 128, 512, 2048, 8192 };
+static std::vector<int> only; /* of these; empty: all */
 static const struct {
     int64_t k, n;
     int k2;
@@ -601,24 +622,14 @@ static const struct {
     { 4096, 154880, 12, { 775, 1520, 3004, 1966, 4612, 0 } },
 };
 
-static void times(void)
+static bool timed(int rows)
 {
-    printf("us (x reference, TFLOP/s)\n%-18s", "K in x out");
-    for (int r : n_rows)
-        printf("%22d", r);
-    printf("\n");
-    for (const auto &ref : reference) {
-        printf("%g %5ldx%-10ld", ref.k2 / 2.0, (long)ref.k, (long)ref.n);
-        for (int i = 0; i < 6 && ref.us[i] > 0; i++) {
-            const double us =
-                time_one(HX_FMT_EXL3, ref.n, ref.k, ref.k2, HX_CB_MUL1, n_rows[i], 0);
+    return only.empty() || std::find(only.begin(), only.end(), rows) != only.end();
+}
 
-            printf("%8.1f (%.2f, %5.1f)", us, us / ref.us[i],
-                   2.0 * n_rows[i] * ref.k * ref.n / us / 1e6);
-        }
-        printf("\n");
-        fflush(stdout);
-    }
+/* Blocks of 64, 128 and 256 rows against each other, and small plain matrices. */
+static void times_of_blocks(void)
+{
     printf("rows of a thread block 64, 128, 256; K = 3, then mcg K = 4\n");
     for (int rows : { 32, 128, 512, 2048 })
         for (auto s : { std::pair<int64_t, int64_t> { 4096, 2048 }, { 4096, 8192 } }) {
@@ -639,6 +650,31 @@ static void times(void)
                         { 4096, 4096 } })
             printf("bf16 %ldx%ld rows %d: %.1f us\n", (long)s.first, (long)s.second, rows,
                    time_one(HX_FMT_BF16, s.second, s.first, 32, HX_CB_MUL1, rows, 0));
+}
+
+static void times(void)
+{
+    printf("us (x reference, TFLOP/s)\n%-18s", "K in x out");
+    for (int r : n_rows)
+        if (timed(r))
+            printf("%22d", r);
+    printf("\n");
+    for (const auto &ref : reference) {
+        printf("%g %5ldx%-10ld", ref.k2 / 2.0, (long)ref.k, (long)ref.n);
+        for (int i = 0; i < 6; i++) {
+            if (ref.us[i] == 0 || !timed(n_rows[i]))
+                continue;
+            const double us =
+                time_one(HX_FMT_EXL3, ref.n, ref.k, ref.k2, HX_CB_MUL1, n_rows[i], 0);
+
+            printf("%8.1f (%.2f, %5.1f)", us, us / ref.us[i],
+                   2.0 * n_rows[i] * ref.k * ref.n / us / 1e6);
+        }
+        printf("\n");
+        fflush(stdout);
+    }
+    if (only.empty())
+        times_of_blocks();
     fflush(stdout);
 }
 
@@ -689,9 +725,8 @@ static void time_moe(int k2, hx_codebook cb, int rows, bool skewed, int64_t wind
     m.codebook = cb;
     m.limit = 10.0f;
     hx_cuda_work w = work_of(hx_cuda_experts_many_bytes(&m, window));
-    const double us = time_graph(2, [&](int, cudaStream_t st) {
-        CHECK(hx_cuda_experts_many(&m, &w, st));
-    });
+    const double us = time_graph(
+        2, [&](int, cudaStream_t st) { CHECK(hx_cuda_experts_many(&m, &w, st)); });
     const double tflops = 6.0 * d * f * rows * active / us / 1e6;
     printf("moe %s K=%g %5d tokens %-7s window %6ld (%5.0f MB): %7.3f ms (x%.2f)  %.0f "
            "TFLOP/s (%.0f%%)\n",
@@ -710,6 +745,12 @@ static void time_moe(int k2, hx_codebook cb, int rows, bool skewed, int64_t wind
 
 static void times_moe(void)
 {
+    if (!only.empty()) {
+        for (bool skewed : { false, true })
+            for (int rows : only)
+                time_moe(6, HX_CB_MUL1, rows, skewed, 0, INFINITY);
+        return;
+    }
     for (bool skewed : { false, true }) {
         time_moe(6, HX_CB_MUL1, 256, skewed, 0, 5);
         time_moe(6, HX_CB_MUL1, 1024, skewed, 0, 10.4);
@@ -739,6 +780,9 @@ int main(int argc, char **argv)
 
     CHECK(cudaGetDeviceProperties(&prop, 0));
     printf("%s, %d multiprocessors\n", prop.name, prop.multiProcessorCount);
+    for (int i = 1; i < argc; i++)
+        if (argv[i][0] >= '0' && argv[i][0] <= '9')
+            only.push_back((int)strtol(argv[i], NULL, 10));
     if (argc == 2 && strcmp(argv[1], "profile") == 0) {
         profile();
         return 0;

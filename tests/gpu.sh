@@ -1,6 +1,9 @@
 #!/bin/bash
-# Builds what a GPU machine needs (nvcc and gcc, no libraries) and runs the checks that need one.
-#   tests/gpu.sh [OUT [check|moe|time|host …]]   figures go to OUT/gpu.txt as well
+# Builds what a GPU machine needs (nvcc and gcc, no libraries) and runs the checks that need one:
+# build/gpu/cuda_check (decode), cuda_gemm (products with many rows), cuda_prefill (the rest of
+# prefill).
+#   tests/gpu.sh [OUT [check|moe|time|host …]]   figures go to OUT/gpu.txt as well; the words are
+#            cuda_check's, the others run their own with the same name, if they have one
 #   RUN=0: only builds. ARCH: nvcc's -gencode, default that of the H100 and H200
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -9,18 +12,27 @@ shift
 mkdir -p build/gpu "$out"
 nvcc=$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)
 arch=${ARCH:--gencode=arch=compute_90a,code=sm_90a}
-flags="-O2 -std=c11 -D_GNU_SOURCE -ffp-contract=off -pthread -Iinclude -Isrc"
+flags="-O2 -std=c11 -D_GNU_SOURCE -ffp-contract=off -pthread -Iinclude -Isrc -DHX_CUDA"
 rm -f build/gpu/*.o
 for f in src/base/base.c src/dev/*.c; do
     case $f in *_test.c) continue ;; esac
     gcc $flags -c "$f" -o build/gpu/"$(basename "$f" .c)".o &
 done
-for f in src/dev/*.cu tests/cuda_check.cu; do
+programs="cuda_check cuda_gemm cuda_prefill"
+for f in src/dev/*.cu tests/cuda_*.cu; do
+    case $f in tests/*) o=main ;; *) o=cu ;; esac
     "$nvcc" -std=c++17 $arch -O3 --fmad=false -Iinclude -Isrc -c "$f" \
-        -o build/gpu/"$(basename "$f" .cu)".cu.o &
+        -o build/gpu/"$(basename "$f" .cu)".$o.o &
 done
 wait
-"$nvcc" $arch build/gpu/*.o -o build/gpu/cuda_check -Xcompiler -pthread || exit 1
+for p in $programs; do
+    "$nvcc" $arch build/gpu/$p.main.o $(ls build/gpu/*.o | grep -v '\.main\.o') \
+        -o build/gpu/$p -Xcompiler -pthread || exit 1
+done
 [ "${RUN:-1}" = 0 ] && exit 0
-build/gpu/cuda_check "$@" 2>&1 | tee "$out/gpu.txt"
-[ "${PIPESTATUS[0]}" = 0 ] && ! grep -q '^not ok' "$out/gpu.txt"
+bad=0
+for p in $programs; do
+    build/gpu/$p "$@" || bad=1
+done > >(tee "$out/gpu.txt") 2>&1
+wait $!
+[ "$bad" = 0 ] && ! grep -q '^not ok' "$out/gpu.txt"

@@ -268,7 +268,8 @@ static int memory_open(hx_cuda *c, const hx_dev_limits *l, hx_err *err)
     const size_t need[] = { hx_cuda_ops_scratch_bytes(l),
                             hx_cuda_product_scratch_bytes(l, c->n_sm),
                             hx_cuda_sample_scratch_bytes(l),
-                            hx_cuda_attn_scratch_bytes(l, c->n_sm) };
+                            hx_cuda_attn_scratch_bytes(l, c->n_sm),
+                            hx_cuda_chunk_scratch_bytes(l) };
     for (size_t i = 0; i < HX_LEN(need); i++)
         c->scratch_bytes = HX_MAX(c->scratch_bytes, need[i]);
     if (hx_cuda_alloc_for(&p, c->scratch_bytes, "scratch", err) != 0)

@@ -138,6 +138,12 @@ size_t hx_cuda_experts_many_bytes(const hx_cuda_moe *m, int64_t window);
 cudaError_t hx_cuda_experts_many(const hx_cuda_moe *m, const hx_cuda_work *w,
                                  cudaStream_t stream);
 
+/* head_matmul in this arithmetic; with less work memory than for all rows they are taken in
+ * turns. */
+size_t hx_cuda_heads_many_bytes(const hx_head_matmul_args *a, int64_t rows);
+cudaError_t hx_cuda_heads_many(const hx_head_matmul_args *a, const hx_cuda_work *w,
+                               cudaStream_t stream);
+
 /* Launches with the permission to start while the launch before it ends. */
 template <class... P, class... A>
 static cudaError_t hx_cuda_launch(bool overlap, void (*kernel)(P...), dim3 grid,
@@ -201,7 +207,8 @@ __device__ static inline void hx_cuda_rotate(float v[4])
  * multiple of 8 in a word is taken by one byte permutation; another is moved there by a
  * left shift, which the compiler may give to the multiplier. */
 template <int K2>
-__device__ static inline void hx_cuda_windows(const uint32_t *tile, int lane, uint32_t s[8])
+__device__ static inline void hx_cuda_windows(const uint32_t *tile, int lane,
+                                              uint32_t s[8])
 {
     constexpr int words = 4 * K2;
     constexpr int per = K2 == 14 ? 2 : K2 <= 6 || K2 == 8 ? 8 : 4;

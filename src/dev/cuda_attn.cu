@@ -3,9 +3,9 @@
  * cuda.cu. Never allocates, waits or reads back; spans and page tables are read where
  * they are, so that a decode step can be replayed at any length.
  *
- * All sums are fp32 FMAs in an order that follows the row's own length: decode and
- * prefill run the same text. */
-#include "dev/cuda_dev.h"
+ * All sums are fp32 FMAs in an order that follows the row's own length, decode and prefill
+ * alike; attention of prefill rows on Hopper is cuda_mla.cu. */
+#include "dev/cuda_pages.h"
 #include "dev/fmt_plain.h"
 
 enum { ROW_THREADS = 128 };
@@ -13,33 +13,6 @@ enum { ROW_THREADS = 128 };
 static const int64_t GRID_Y = 65535; /* the most of a grid's second dimension */
 
 /* ---- pages ----------------------------------------------------------- */
-
-typedef struct {
-    void *data;
-    const int32_t *table; /* [Q, max_page] */
-    int64_t max_page;
-    int width, f32;
-} page_args;
-
-static int pages_of(page_args *out, const hx_pages *g, const char *op, hx_err *err)
-{
-    if (g->table_dev.p == NULL && g->max_page > 0)
-        return hx_fail(err, HX_EARG, "%s: the page table is not on the device", op);
-    if (g->width > INT16_MAX)
-        return hx_fail(err, HX_EUNSUP, "%s: pages of width %lld, cuda takes up to %d", op,
-                       (long long)g->width, INT16_MAX);
-    *out = page_args { g->data.p, (const int32_t *)g->table_dev.p, g->max_page,
-                       (int)g->width, g->fmt == HX_CACHE_F32 };
-    return 0;
-}
-
-/* Where item i of a slot begins, in items of the page memory; per items in a page. */
-HX_DEVICE int64_t page_item(const page_args &g, int slot, int i, int per)
-{
-    const int64_t page = g.table[slot * g.max_page + i / per];
-
-    return (page * per + i % per) * g.width;
-}
 
 HX_DEVICE void page_store(const page_args &g, int64_t at, float v)
 {
@@ -881,10 +854,10 @@ enum {
 typedef struct {
     float *z, *part, *norm; /* part [rows, splits, heads, ld]; norm [.., 2] */
     const float *q;
-    const int32_t *pick, *n_pick;
+    pick_args pick;
     page_args cache;
-    int64_t k_pick, row0, splits;
-    int heads, pool_n, ld; /* ld: the width, rounded up to a multiple of JOIN */
+    int64_t row0, splits;
+    int heads, ld; /* ld: the width, rounded up to a multiple of JOIN */
     float scale;
 } attend_args;
 
@@ -894,43 +867,14 @@ typedef struct {
     float p[TILE][HEADS], keep[HEADS];
 } attend_room;
 
-/* The positions that a row attends, in ascending order: pool_n of each pick, then the
- * tail. */
-struct position_list {
-    const int32_t *pick; /* NULL: all */
-    int slot, pool_n, n_picked, seen, tail0, n, split;
-};
-
-HX_DEVICE position_list positions_of(const attend_args &a, const hx_cuda_spans &spans,
-                                     int64_t row)
+/* Positions of a part of a list of n. */
+HX_DEVICE int split_of(int n)
 {
-    const hx_span s = hx_span_of_row(spans, row);
-    const int len = s.n_row == 0 ? 0 : s.pos0 + (int)(row - s.row0) + 1;
-    position_list l = { NULL, s.slot, 1, 0, 0, 0, len, SPLIT };
+    int split = SPLIT;
 
-    if (a.pick != NULL) {
-        l.pool_n = a.pool_n;
-        l.seen = len / a.pool_n;
-        l.pick = a.pick + row * a.k_pick;
-        /* what lies on the device is checked here, not in ops.c */
-        if (len > 0)
-            l.n_picked = max(0, min(a.n_pick[row], (int)min(a.k_pick, (int64_t)l.seen)));
-        l.n_picked *= a.pool_n;
-        l.tail0 = l.seen * a.pool_n;
-        l.n = l.n_picked + len - l.tail0;
-    }
-    while ((int64_t)l.split * SPLITS < l.n)
-        l.split *= 2;
-    return l;
-}
-
-HX_DEVICE int position_at(const position_list &l, int i)
-{
-    if (l.pick == NULL)
-        return i;
-    if (i < l.n_picked)
-        return max(0, min(l.pick[i / l.pool_n], l.seen - 1)) * l.pool_n + i % l.pool_n;
-    return l.tail0 + (i - l.n_picked);
+    while ((int64_t)split * SPLITS < n)
+        split *= 2;
+    return split;
 }
 
 /* Puts positions i0 on of the list, TILE at most, into shared memory, 0 past end and past
@@ -1033,11 +977,12 @@ HX_DEVICE attend_part attend_begin(const attend_args &a, const hx_cuda_spans &sp
     attend_part x;
 
     x.row = a.row0 + blockIdx.y;
-    x.l = positions_of(a, spans, x.row);
+    x.l = positions_of(a.pick, spans, x.row);
+    const int split = split_of(x.l.n);
     x.head0 = (int)blockIdx.x % groups * HEADS;
     x.n_head = min(HEADS, a.heads - x.head0);
-    x.begin = part * x.l.split;
-    x.end = min(x.l.n, x.begin + x.l.split);
+    x.begin = part * split;
+    x.end = min(x.l.n, x.begin + split);
     x.at = ((int64_t)blockIdx.y * a.splits + part) * a.heads + x.head0;
     return x;
 }
@@ -1130,14 +1075,11 @@ extern "C" int hx_cuda_mla_attend(hx_dev *d, const hx_mla_attend_args *a, hx_err
                       (float *)c->scratch,
                       NULL,
                       (const float *)a->q.p,
-                      (const int32_t *)a->pick.p,
-                      (const int32_t *)a->n_pick.p,
+                      picks_of(a),
                       {},
-                      a->k_pick,
                       0,
                       most_splits(a),
                       (int)a->heads,
-                      (int)a->pool_n,
                       (int)hx_ceil_div(a->cache.width, JOIN) * JOIN,
                       a->scale };
     const size_t each = attend_bytes(k.splits, a->heads, k.ld);
@@ -1150,6 +1092,8 @@ extern "C" int hx_cuda_mla_attend(hx_dev *d, const hx_mla_attend_args *a, hx_err
             err, HX_EUNSUP,
             "mla_attend: %lld heads of width %lld, cuda takes up to %d of up to %d",
             (long long)a->heads, (long long)a->cache.width, INT16_MAX, MAX_LATENT);
+    if (a->prefill && hx_cuda_mla_takes(c, a))
+        return hx_cuda_mla_rows(c, a, err);
     if (fit < 1)
         return hx_fail(
             err, HX_EARG,
@@ -1416,8 +1360,8 @@ __global__ void __launch_bounds__(ROW_THREADS)
 {
     __shared__ float weight[SPLITS], room[33];
     const int64_t row = a.row0 + blockIdx.y;
-    const position_list l = positions_of(a, spans, row);
-    const int n = (l.n + l.split - 1) / l.split, width = a.cache.width;
+    const position_list l = positions_of(a.pick, spans, row);
+    const int n = (l.n + split_of(l.n) - 1) / split_of(l.n), width = a.cache.width;
     const int64_t first = (int64_t)blockIdx.y * a.splits * a.heads + blockIdx.x;
     const bool mine = (int)threadIdx.x < n;
     const float *norm = a.norm + 2 * (first + (int64_t)threadIdx.x * a.heads);

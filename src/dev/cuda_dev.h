@@ -5,8 +5,10 @@
  * cuda_ops.cu     rows on their own, streams, routing
  * cuda_product.cu products: plain formats, and the dispatch to those of cuda.h
  * cuda_sample.cu  sampling
- * cuda_kda.cu     short convolution and gated delta rule
+ * cuda_kda.cu     short convolution and gated delta rule, row by row
+ * cuda_chunk.cu   gated delta rule in chunks
  * cuda_attn.cu    what needs pages: latents, index, attention
+ * cuda_mla.cu     attention of prefill rows on Hopper
  * cuda_lane.cu    plan, and what runs beside the stream: pins, pushes, graphs
  * cuda_matmul.cu  products with EXL3 matrices, cuda_moe.cu: experts of them (cuda.h)
  *
@@ -73,6 +75,7 @@ size_t hx_cuda_ops_scratch_bytes(const hx_dev_limits *l);
 size_t hx_cuda_product_scratch_bytes(const hx_dev_limits *l, int n_sm);
 size_t hx_cuda_sample_scratch_bytes(const hx_dev_limits *l);
 size_t hx_cuda_attn_scratch_bytes(const hx_dev_limits *l, int n_sm);
+size_t hx_cuda_chunk_scratch_bytes(const hx_dev_limits *l);
 
 #ifdef __cplusplus
 }
@@ -134,6 +137,13 @@ void hx_cuda_tables_close(hx_cuda *c);
 int hx_cuda_link_open(hx_cuda *c, hx_err *err);
 int hx_cuda_side_open(hx_cuda *c, hx_err *err); /* after scratch and tickets are there */
 void hx_cuda_link_close(hx_cuda *c);
+
+/* cuda_kda.cu: brings states past their pending rows (kda_step, without new rows). */
+int hx_cuda_kda_fold(hx_dev *d, const hx_kda_step_args *a, hx_err *err);
+
+/* cuda_mla.cu: mla_attend of prefill rows on Hopper; whether it takes such a call. */
+bool hx_cuda_mla_takes(const hx_cuda *c, const hx_mla_attend_args *a);
+int hx_cuda_mla_rows(hx_cuda *c, const hx_mla_attend_args *a, hx_err *err);
 
 /* cuda.cu: device memory; the sentence names what it is for, and both numbers. */
 int hx_cuda_alloc_for(void **out, size_t bytes, const char *what, hx_err *err);

@@ -19,18 +19,18 @@
 #include "dev/cuda_tensor.h"
 
 enum {
-    GROUP = 128,            /* outputs of a thread block: one rotation */
-    WARPS = GROUP / 16,     /* that multiply */
-    STEP = 64,              /* inputs of a stage of the pipeline */
-    IMAGE_ROWS = 64,        /* rows whose parts of a step lie together */
+    GROUP = 128,                  /* outputs of a thread block: one rotation */
+    WARPS = GROUP / 16,           /* that multiply */
+    STEP = 64,                    /* inputs of a stage of the pipeline */
+    IMAGE_ROWS = 64,              /* rows whose parts of a step lie together */
     PART = IMAGE_ROWS * STEP * 2, /* bytes of these */
-    MOST_ROWS = 256,        /* of a thread block */
-    OUT_ROWS = 64,          /* that leave together */
-    OUT_PITCH = GROUP + 4,  /* floats; no bank conflicts */
+    MOST_ROWS = 256,              /* of a thread block */
+    OUT_ROWS = 64,                /* that leave together */
+    OUT_PITCH = GROUP + 4,        /* floats; no bank conflicts */
     OUT_BYTES = OUT_ROWS * OUT_PITCH * 4,
     MOST_STAGES = 6,
     MOST_SHARED = 200 << 10, /* bytes: with less a thread block takes 128 rows */
-    K2_HALF = 32, /* "twice the bits" of tiles of halves */
+    K2_HALF = 32,            /* "twice the bits" of tiles of halves */
     ROW_THREADS = 256,
 };
 
@@ -127,7 +127,8 @@ __global__ void __launch_bounds__(ROW_THREADS)
 
         if (pick < 0)
             return;
-        suh = (const uint16_t *)matrix_of(&p.expert[p.id[pick]], p.which)->suh;
+        if (p.expert != NULL)
+            suh = (const uint16_t *)matrix_of(&p.expert[p.id[pick]], p.which)->suh;
         row = p.active > 0 ? pick / p.active : pos;
     }
     for (int b = warp; 2 * b < p.steps; b += n_warp) {
@@ -215,8 +216,8 @@ HX_DEVICE uint32_t pair_half(uint32_t s0, uint32_t s1, hx_cuda_codebook cb)
 
 /* EXL3 of K2, or of any rate of which PER windows fit two words. */
 template <int K2, int PER, bool HALF> struct exl3 {
-    HX_DEVICE void decode(const uint8_t *tile, int k2, hx_cuda_codebook cb,
-                                    int lane, uint32_t a[4])
+    HX_DEVICE void decode(const uint8_t *tile, int k2, hx_cuda_codebook cb, int lane,
+                          uint32_t a[4])
     {
         uint32_t s[8];
 
@@ -236,8 +237,8 @@ template <int K2, int PER, bool HALF> struct exl3 {
 
 /* Tiles of halves in this order. */
 struct halves {
-    HX_DEVICE void decode(const uint8_t *tile, int k2, hx_cuda_codebook cb,
-                                    int lane, uint32_t a[4])
+    HX_DEVICE void decode(const uint8_t *tile, int k2, hx_cuda_codebook cb, int lane,
+                          uint32_t a[4])
     {
         const uint4 v = ((const uint4 *)tile)[lane];
 
@@ -250,19 +251,20 @@ struct halves {
 
 /* ---- multiplying ------------------------------------------------------------------ */
 
-/* Up to 256 neighbouring positions of one expert, from a multiple of 64 on. */
+/* Up to 256 neighbouring positions of one expert or head, from a multiple of 64 on. */
 struct row_block {
     int32_t expert, pos, rows;
 };
 
 struct gemm {
     const uint8_t *w;
-    const uint16_t *svh, *bias; /* svh NULL: no rotation */
-    const float *out_scale;     /* [outputs] or NULL */
-    const hx_cuda_expert *expert; /* NULL: one matrix, blocks of N rows */
+    const uint16_t *svh, *bias;   /* svh NULL: no rotation */
+    const float *out_scale;       /* [outputs] or NULL */
+    const hx_cuda_expert *expert; /* or NULL */
     int which;
-    const row_block *block;
+    const row_block *block; /* NULL: one matrix, blocks of N rows */
     const int32_t *n_block;
+    int64_t w_head; /* of blocks without experts: bytes of a head's weights */
     const uint8_t *image;
     const float *scale;
     float *y;
@@ -279,6 +281,7 @@ struct piece {
     int group, pos, rows;
     const uint8_t *w;
     const uint16_t *svh;
+    const float *out_scale;
 };
 
 HX_DEVICE bool piece_at(const gemm &p, int64_t t, int block_rows, piece *x)
@@ -296,22 +299,28 @@ HX_DEVICE bool piece_at(const gemm &p, int64_t t, int block_rows, piece *x)
     x->group = band * p.band + at % width;
     x->w = p.w;
     x->svh = p.svh;
+    x->out_scale = p.out_scale;
     x->pos = b * block_rows;
     x->rows = min(block_rows, p.rows - x->pos);
-    if (p.block != NULL) {
+    if (p.block == NULL)
+        return true;
+    x->pos = p.block[b].pos;
+    x->rows = p.block[b].rows;
+    if (p.expert != NULL) {
         const hx_cuda_mat *m = matrix_of(&p.expert[p.block[b].expert], p.which);
 
-        x->pos = p.block[b].pos;
-        x->rows = p.block[b].rows;
         x->w = (const uint8_t *)m->trellis;
         x->svh = (const uint16_t *)m->svh;
+    } else {
+        x->w += p.block[b].expert * p.w_head;
+        x->out_scale += (int64_t)p.block[b].expert * p.groups * GROUP;
     }
     return true;
 }
 
 /* Stages of 64 inputs in shared memory, filled and emptied in turn. */
 struct pipe {
-    uint8_t *x, *w; /* [stages] rows, weights */
+    uint8_t *x, *w;       /* [stages] rows, weights */
     uint32_t full, empty; /* [stages] barriers */
     int x_bytes, w_bytes, stages, at;
     uint32_t phase;
@@ -385,42 +394,52 @@ HX_DEVICE void decode_stage(const gemm &p, const pipe &s, uint32_t a[4][4])
 
 #if HX_WGMMA
 
-/* A stage's products run while the next stage's weights are made. */
+/* A stage's products join the queue; those of the stage before end; then, while these run,
+ * the weights of the next stage are made. So the tensor cores always have work. */
 template <class F, int N>
 HX_DEVICE void multiply_stage(const gemm &p, pipe &s, float *d, uint32_t now[4][4],
-                              uint32_t then[4][4], bool first, bool more)
+                              uint32_t then[4][4], int step)
 {
-    const int at = s.at;
+    const int at = s.at, before = (at == 0 ? s.stages : at) - 1;
     const uint64_t x = hx_wgmma_matrix(hx_shared_of(s.x + at * s.x_bytes));
 
     hx_wgmma_begin();
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        hx_wgmma<N>(d, now[i], x + 2 * i, !(first && i == 0));
+        hx_wgmma<N>(d, now[i], x + 2 * i, step + i > 0);
     hx_wgmma_commit();
+    hx_wgmma_wait_older();
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+        HX_PIN(then[i >> 2][i & 3], "r");
+    if (step > 0 && (threadIdx.x & 31) == 0)
+        hx_bar_arrive(s.empty + 8 * before);
     s.next();
-    if (more) {
+    if (step + 1 < p.steps) {
         hx_bar_wait(s.full + 8 * s.at, s.phase);
         decode_stage<F>(p, s, then);
     }
-    hx_wgmma_wait();
-    if ((threadIdx.x & 31) == 0)
-        hx_bar_arrive(s.empty + 8 * at);
 }
 
 template <class F, int N> HX_DEVICE void multiply(const gemm &p, pipe &s, float *d)
 {
-    uint32_t a[2][4][4];
+    uint32_t a[2][4][4] = {};
 
     hx_bar_wait(s.full + 8 * s.at, s.phase);
     decode_stage<F>(p, s, a[0]);
     for (int step = 0; step < p.steps; step += 2) {
-        multiply_stage<F, N>(p, s, d, a[0], a[1], step == 0, true);
-        multiply_stage<F, N>(p, s, d, a[1], a[0], false, step + 2 < p.steps);
+        multiply_stage<F, N>(p, s, d, a[0], a[1], step);
+        multiply_stage<F, N>(p, s, d, a[1], a[0], step + 1);
     }
+    hx_wgmma_wait();
+    if ((threadIdx.x & 31) == 0)
+        hx_bar_arrive(s.empty + 8 * ((s.at == 0 ? s.stages : s.at) - 1));
 #pragma unroll
     for (int i = 0; i < N / 2; i++)
         HX_PIN(d[i], "f");
+#pragma unroll
+    for (int i = 0; i < 32; i++)
+        HX_PIN(a[i >> 4][i >> 2 & 3][i & 3], "r");
 }
 
 #else
@@ -476,9 +495,10 @@ HX_DEVICE ending ending_of(const gemm &p, const piece &t)
     for (int i = 0; i < 4; i++) {
         const bool in = col + i < p.n;
 
-        e.svh[i] = !in ? 0.0f
-                       : t.svh != NULL ? hx_half_to(t.svh[col + i])
-                                       : p.out_scale != NULL ? p.out_scale[col + i] : 1.0f;
+        e.svh[i] = !in                   ? 0.0f
+                   : t.svh != NULL       ? hx_half_to(t.svh[col + i])
+                   : t.out_scale != NULL ? t.out_scale[col + i]
+                                         : 1.0f;
         e.bias[i] = in && p.bias != NULL ? hx_half_to(p.bias[col + i]) : 0.0f;
     }
     e.scale = r < t.rows ? p.scale[t.pos + r] : 0.0f;
@@ -592,9 +612,9 @@ __global__ void __launch_bounds__(threads_of<N>, N == 64 ? 2 : 1)
 
 struct halves_in {
     hx_plain_mat m;
-    int64_t first;  /* output of the first tile */
-    int tiles;      /* of 16 outputs in a row of tiles */
-    uint8_t *w;     /* [k / 16, tiles, 512] */
+    int64_t first;    /* output of the first tile */
+    int tiles;        /* of 16 outputs in a row of tiles */
+    uint8_t *w;       /* [k / 16, tiles, 512] */
     float *out_scale; /* [16 tiles] */
 };
 
@@ -665,7 +685,8 @@ static cudaError_t shared_limits(int *block, int *all)
     if (rc == cudaSuccess)
         rc = cudaDeviceGetAttribute(block, cudaDevAttrMaxSharedMemoryPerBlockOptin, dev);
     if (rc == cudaSuccess)
-        rc = cudaDeviceGetAttribute(all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, dev);
+        rc =
+            cudaDeviceGetAttribute(all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, dev);
     return rc;
 }
 
@@ -918,6 +939,201 @@ cudaError_t hx_cuda_rows_many(const hx_cuda_many *a, const hx_cuda_work *w,
     return rc;
 }
 
+/* ---- heads: a matrix each ------------------------------------------------------------- */
+
+struct heads_in {
+    hx_plain_mat m;
+    int64_t n, stride, first; /* W_h: rows h * stride + first … + n - 1 */
+    bool transposed;
+    int tiles, steps; /* of 16 outputs; of 16 inputs */
+    uint8_t *w;       /* [heads, steps, tiles, 512] */
+    float *out_scale; /* [heads, 16 tiles] */
+};
+
+/* Weight of output o and input i. */
+template <int FMT>
+HX_DEVICE float head_weight(const heads_in &p, int64_t row0, int64_t o, int64_t i)
+{
+    const int64_t n = p.transposed ? i : o, k = p.transposed ? o : i;
+
+    return n < p.n && k < p.m.k ? hx_plain_at<FMT>(p.m, row0 + n, k) : 0.0f;
+}
+
+/* One block: the tiles of 16 outputs of a head. Grid (tiles, heads), 256 threads. Reads
+ * their weights twice, the second time from the cache. */
+template <int FMT>
+__global__ void __launch_bounds__(ROW_THREADS)
+    heads_to_halves(const __grid_constant__ heads_in p)
+{
+    __shared__ uint32_t most[16];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2,
+              q = lane & 3;
+    const int64_t row0 = blockIdx.y * p.stride + p.first, o0 = (int64_t)blockIdx.x * 16;
+    const int64_t tile0 = blockIdx.y * (int64_t)p.steps * p.tiles + blockIdx.x;
+    float m = 0;
+
+    if (threadIdx.x < 16)
+        most[threadIdx.x] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x / 16; i < 16 * p.steps; i += ROW_THREADS / 16)
+        m = fmaxf(m, fabsf(head_weight<FMT>(p, row0, o0 + threadIdx.x % 16, i)));
+    atomicMax(&most[threadIdx.x % 16], hx_bits_of(m));
+    __syncthreads();
+    const float up[2] = { up_scale(hx_float_of(most[g])),
+                          up_scale(hx_float_of(most[g + 8])) };
+    if (threadIdx.x < 16)
+        p.out_scale[((int64_t)blockIdx.y * p.tiles + blockIdx.x) * 16 + threadIdx.x] =
+            1.0f / up_scale(hx_float_of(most[threadIdx.x]));
+    for (int step = warp; step < p.steps; step += ROW_THREADS / 32) {
+        __half2 h[4];
+
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int64_t o = o0 + g + 8 * (i & 1), at = 16 * step + 2 * q + 8 * (i >> 1);
+
+            h[i] = __floats2half2_rn(head_weight<FMT>(p, row0, o, at) * up[i & 1],
+                                     head_weight<FMT>(p, row0, o, at + 1) * up[i & 1]);
+        }
+        ((uint4 *)(p.w + (tile0 + (int64_t)step * p.tiles) * 512))[lane] =
+            *(const uint4 *)h;
+    }
+}
+
+/* Positions of a call's heads: those of head h from h * pitch on. */
+struct heads_plan {
+    int rows, heads, pitch, block_rows;
+    int32_t *pick; /* [heads * pitch] row * heads + head, or -1 */
+    row_block *block;
+    int32_t *n_block;
+};
+
+__global__ void __launch_bounds__(ROW_THREADS)
+    plan_heads(const __grid_constant__ heads_plan p)
+{
+    const int at = blockIdx.x * ROW_THREADS + threadIdx.x, h = at / p.pitch,
+              r = at % p.pitch, each = (p.rows + p.block_rows - 1) / p.block_rows;
+
+    if (at == 0)
+        *p.n_block = p.heads * each;
+    if (h >= p.heads)
+        return;
+    p.pick[at] = r < p.rows ? r * p.heads + h : -1;
+    if (r < p.rows && r % p.block_rows == 0)
+        p.block[h * each + r / p.block_rows] =
+            row_block { h, at, min(p.block_rows, p.rows - r) };
+}
+
+/* Work memory: the heads' weights, then the plan, image and scales of some rows. */
+struct heads_layout {
+    int64_t inputs, outputs, k_pad, n_pad, pitch;
+    size_t out_scale, pick, block, n_block, image, scale, bytes;
+};
+
+static heads_layout heads_layout_of(const hx_head_matmul_args *a, int64_t rows)
+{
+    heads_layout l = {};
+
+    l.inputs = a->transposed ? a->n : a->w->k;
+    l.outputs = a->transposed ? a->w->k : a->n;
+    l.k_pad = up_128(l.inputs);
+    l.n_pad = up_128(l.outputs);
+    l.pitch = hx_ceil_div(rows, IMAGE_ROWS) * IMAGE_ROWS;
+    const int64_t positions = a->heads * l.pitch;
+    l.out_scale = up_256((size_t)(a->heads * l.k_pad * l.n_pad) * 2);
+    l.pick = l.out_scale + up_256((size_t)(a->heads * l.n_pad) * sizeof(float));
+    l.block = l.pick + up_256((size_t)positions * sizeof(int32_t));
+    l.n_block = l.block + up_256((size_t)(positions / IMAGE_ROWS) * sizeof(row_block));
+    l.image = l.n_block + 256;
+    l.scale = l.image + image_bytes(positions, l.k_pad);
+    l.bytes = l.scale + up_256((size_t)positions * sizeof(float));
+    return l;
+}
+
+size_t hx_cuda_heads_many_bytes(const hx_head_matmul_args *a, int64_t rows)
+{
+    return heads_layout_of(a, rows).bytes;
+}
+
+static cudaError_t heads_rows(const hx_head_matmul_args *a, const heads_layout *l,
+                              int64_t r0, int64_t rows, int block_rows,
+                              const hx_cuda_work *w, cudaStream_t stream)
+{
+    char *mem = (char *)w->p;
+    const int64_t positions = a->heads * l->pitch;
+    heads_plan plan = { (int)rows,
+                        (int)a->heads,
+                        (int)l->pitch,
+                        block_rows,
+                        (int32_t *)(mem + l->pick),
+                        (row_block *)(mem + l->block),
+                        (int32_t *)(mem + l->n_block) };
+    image_in in = {};
+    gemm p = {};
+
+    cudaError_t rc = hx_cuda_launch(false, plan_heads,
+                                    dim3((unsigned)hx_ceil_div(positions, ROW_THREADS)),
+                                    dim3(ROW_THREADS), 0, stream, plan);
+    in.x = (const float *)a->x.p + r0 * a->heads * l->inputs;
+    in.ldx = in.k = l->inputs;
+    in.pick = plan.pick;
+    in.active = 1;
+    in.steps = p.steps = (int)(l->k_pad / STEP);
+    in.image = (uint8_t *)mem + l->image;
+    in.scale = (float *)(mem + l->scale);
+    if (rc == cudaSuccess)
+        rc = launch_image(&in, positions, w, stream);
+    p.w = (const uint8_t *)mem;
+    p.w_head = l->k_pad * l->n_pad * 2;
+    p.out_scale = (const float *)(mem + l->out_scale);
+    p.block = plan.block;
+    p.n_block = plan.n_block;
+    p.block_rows = block_rows;
+    p.image = in.image;
+    p.scale = in.scale;
+    p.row = plan.pick;
+    p.y = (float *)a->y.p + r0 * a->heads * l->outputs;
+    p.ldy = p.n = l->outputs;
+    p.wide = (uintptr_t)p.y % 16 == 0 && p.ldy % 4 == 0;
+    p.groups = (int)(l->n_pad / GROUP);
+    p.k2 = K2_HALF;
+    return rc != cudaSuccess
+               ? rc
+               : launch_gemm(&p, w, HX_CB_MUL1, a->heads * hx_ceil_div(rows, block_rows),
+                             stream);
+}
+
+cudaError_t hx_cuda_heads_many(const hx_head_matmul_args *a, const hx_cuda_work *w,
+                               cudaStream_t stream)
+{
+    int64_t rows = HX_MIN(a->rows, INT32_MAX / 2 / a->heads);
+    int limit = 0, all = 0;
+    cudaError_t rc = shared_limits(&limit, &all);
+
+    while (rows > 1 && heads_layout_of(a, rows).bytes > w->bytes)
+        rows = rows > MOST_ROWS ? hx_ceil_div(rows / 2, MOST_ROWS) * MOST_ROWS : rows / 2;
+    const heads_layout l = heads_layout_of(a, rows);
+    if (l.bytes > w->bytes)
+        return cudaErrorInvalidValue;
+    const heads_in in = { hx_plain_of(a->w),
+                          a->n,
+                          a->stride,
+                          a->first,
+                          a->transposed,
+                          (int)(l.n_pad / 16),
+                          (int)(l.k_pad / 16),
+                          (uint8_t *)w->p,
+                          (float *)((char *)w->p + l.out_scale) };
+    if (rc == cudaSuccess)
+        HX_PLAIN_SWITCH(a->w->fmt,
+                        rc = hx_cuda_launch(false, heads_to_halves<FMT>,
+                                            dim3((unsigned)in.tiles, (unsigned)a->heads),
+                                            dim3(ROW_THREADS), 0, stream, in));
+    for (int64_t r = 0; r < a->rows && rc == cudaSuccess; r += rows)
+        rc = heads_rows(a, &l, r, HX_MIN(rows, a->rows - r), most_rows(K2_HALF, limit), w,
+                        stream);
+    return rc;
+}
+
 /* ---- experts -------------------------------------------------------------------------- */
 
 enum { PLAN_THREADS = 1024 };
@@ -990,9 +1206,9 @@ static many_layout many_layout_of(const hx_cuda_moe *m, int64_t window)
     const int64_t picks = (int64_t)m->rows * m->active;
     many_layout l = {};
 
-    l.positions = hx_ceil_div(picks + (IMAGE_ROWS - 1) * HX_MIN(picks, m->n_expert),
-                              IMAGE_ROWS) *
-                  IMAGE_ROWS;
+    l.positions =
+        hx_ceil_div(picks + (IMAGE_ROWS - 1) * HX_MIN(picks, m->n_expert), IMAGE_ROWS) *
+        IMAGE_ROWS;
     if (window == 0)
         window = hx_ceil_div(l.positions, MOST_ROWS) * MOST_ROWS;
     const int64_t n_window = hx_ceil_div(l.positions, window);

@@ -1,14 +1,11 @@
 /* cuda_kda.cu - the linear-attention operations on the GPU: short convolution, gates,
- * gated delta rule, output norm. Called through the operation table in cuda.cu. Never
- * allocates, waits or reads back; spans are read where they are, so that a decode step
- * can be replayed.
+ * gated delta rule of decode rows, output norm. Called through the operation table in
+ * cuda.cu; kda_chunk of cuda_chunk.cu calls hx_cuda_kda_fold. Never allocates, waits or
+ * reads back; spans are read where they are, so that a decode step can be replayed.
  *
- * The gated delta rule is one kernel for decode and prefill. A thread keeps its piece of
+ * The gated delta rule of a few rows is the recurrence itself: a thread keeps its piece of
  * a head's state in registers, so a row costs four fp32 operations per state element and
- * no memory. The chunked form costs no less (for 64 rows of a 128 x 128 head 69 thousand
- * products a row against 66 thousand), but for matrix units, where fp32 operands take six
- * products of bf16 parts each. So prefill has the bits of decode, wherever it is cut. 512
- * rows of 64 heads: 342 us (H200, 2026-11), half of the cycles without an instruction. */
+ * no memory. Many rows are a matter of matrix units: cuda_chunk.cu. */
 #include "dev/cuda_dev.h"
 
 /* ---- short convolution ----------------------------------------------- */
@@ -269,8 +266,7 @@ __global__ void __launch_bounds__(ROW_THREADS) out_heads(const out_args a)
  * as with two columns a lane. A sum over k is a chain of FMAs in order of k inside a lane
  * and a tree over the 16 parts. */
 enum {
-    KDA_WARPS = 4,  /* that run rows */
-    KDA_MAKERS = 2, /* that prepare the next ones meanwhile, in prefill */
+    KDA_WARPS = 4,
     KDA_COLS = 32,
     MAX_WIDTH = 128,
     MINE = 4, /* columns of a lane */
@@ -282,19 +278,18 @@ typedef struct {
     int *ticket; /* [spans, heads], zero before and after */
     int64_t ld;
     int heads, width;
+    bool fold; /* nothing but pending rows */
 } kda_args;
 
-/* K: the width rounded up. HOLD: decode, where the new rows become pending and the state
- * moves past the folded ones only; all rows are one batch. Otherwise prefill. */
-template <int K_, bool HOLD_> struct kda_shape {
+/* K: the width rounded up. All rows lie prepared in shared memory together: the pending
+ * ones, which the state moves past, and the new ones, which become pending. */
+template <int K_> struct kda_shape {
     static constexpr int K = K_, KI = K / 64,
                          LANE = K / 32; /* elements of a lane in a vector */
-    static constexpr bool HOLD = HOLD_;
-    static constexpr int BATCH = HOLD ? 2 * HX_PEND_MAX : 8; /* rows prepared together */
-    static constexpr int THREADS = 32 * (KDA_WARPS + (HOLD ? 0 : KDA_MAKERS));
+    static constexpr int MOST = 2 * HX_PEND_MAX;
     /* A prepared row: decay k', decay q', k', decay, v of the columns, beta, k' q'. */
     static constexpr int V = 4 * K, BETA = V + KDA_COLS, ROW = BETA + 4;
-    static constexpr size_t SHARED = (HOLD ? 1 : 2) * BATCH * ROW * sizeof(float);
+    static constexpr size_t SHARED = MOST * ROW * sizeof(float);
 };
 
 /* A row as it comes from memory: lane has k = lane + 32 j. */
@@ -306,8 +301,8 @@ template <class T> struct kda_raw {
 struct kda_head {
     const kda_args &a;
     hx_span s;
-    int h, c0;   /* its first column */
-    int n, keep; /* rows, folded ones first; rows that the state moves past */
+    int h, c0; /* its first column */
+    int n;     /* rows, folded ones first */
 
     /* What a slot keeps of pending row i: k', v, g, beta. */
     __device__ __forceinline__ float *record(int i) const
@@ -561,37 +556,22 @@ static __device__ __forceinline__ void kda_write(const kda_head &x, kda_state<T>
         });
 }
 
-/* Rows i0 on of the head, a batch at most. */
+/* The head's rows in order. */
 template <class T>
-static __device__ __forceinline__ void kda_batch(const kda_head &x, kda_state<T> &st,
-                                                 int i0, const float *room, int col)
+static __device__ __forceinline__ void kda_run(const kda_head &x, kda_state<T> &st,
+                                               const float *room, int col)
 {
     const kda_args &a = x.a;
-    const int m = min(T::BATCH, x.n - i0), at = x.c0 + col + (int)(threadIdx.x & 15);
+    const int at = x.c0 + col + (int)(threadIdx.x & 15);
     const int64_t ldo = (int64_t)a.heads * a.width;
     const bool out = (threadIdx.x & 15) < MINE && at < a.width;
-    float *o =
-        a.o + ((int64_t)x.s.row0 + i0 - x.s.commit) * ldo + (int64_t)x.h * a.width + at;
+    float *o = a.o + ((int64_t)x.s.row0 - x.s.commit) * ldo + (int64_t)x.h * a.width + at;
 
-    for (int i = i0; i < i0 + m; i++, o += ldo, room += T::ROW) {
-        kda_row<T>(st, room, col, !T::HOLD || i < x.keep || i + 1 < x.n,
+    for (int i = 0; i < x.n; i++, o += ldo, room += T::ROW) {
+        kda_row<T>(st, room, col, i < x.s.commit || i + 1 < x.n,
                    out && i >= x.s.commit ? o : NULL);
-        if (T::HOLD && i == x.keep - 1)
+        if (i == x.s.commit - 1)
             kda_write<T>(x, st, col);
-    }
-}
-
-/* Prepares rows i0 on, a batch at most; n warps, of which this is one. */
-template <class T>
-static __device__ __forceinline__ void kda_prepare_all(const kda_head &x, int i0,
-                                                       float *room, int warp, int n)
-{
-#pragma unroll 1
-    for (int r = warp; r < T::BATCH && i0 + r < x.n; r += n) {
-        kda_raw<T> raw;
-
-        kda_load<T>(x, i0 + r, raw);
-        kda_prepare<T>(x, raw, i0 + r >= x.s.commit, room + r * T::ROW);
     }
 }
 
@@ -599,7 +579,8 @@ template <class T>
 __global__ void kda_rows(const kda_args a, const __grid_constant__ hx_cuda_spans spans);
 
 template <class T>
-static int kda_launch(hx_dev *d, const char *op, const hx_kda_step_args *a, hx_err *err)
+static int kda_launch(hx_dev *d, const char *op, const hx_kda_step_args *a, bool fold,
+                      hx_err *err)
 {
     hx_cuda *c = hx_cuda_of(d);
     const kda_args k = { (float *)a->o.p,
@@ -613,7 +594,8 @@ static int kda_launch(hx_dev *d, const char *op, const hx_kda_step_args *a, hx_e
                          c->ticket,
                          a->ld,
                          (int)a->heads,
-                         (int)a->width };
+                         (int)a->width,
+                         fold };
     const dim3 grid((unsigned)(a->heads * hx_ceil_div(a->width, KDA_COLS)),
                     (unsigned)a->rows.n_span);
     hx_cuda_spans spans;
@@ -621,13 +603,13 @@ static int kda_launch(hx_dev *d, const char *op, const hx_kda_step_args *a, hx_e
 
     if (rc != 0)
         return rc;
-    if (T::HOLD && a->heads * a->rows.n_span > c->n_ticket)
+    if (a->heads * a->rows.n_span > c->n_ticket)
         return hx_fail(
             err, HX_EARG,
             "%s: %lld heads of %d spans, the device was opened for %lld in all; "
             "open it with larger limits",
             op, (long long)a->heads, a->rows.n_span, (long long)c->n_ticket);
-    HX_LAUNCH(c, op, err, kda_rows<T>, grid, T::THREADS, T::SHARED, k, spans);
+    HX_LAUNCH(c, op, err, kda_rows<T>, grid, 32 * KDA_WARPS, T::SHARED, k, spans);
     return 0;
 }
 
@@ -646,64 +628,51 @@ extern "C" int hx_cuda_kda_step(hx_dev *d, const hx_kda_step_args *a, hx_err *er
 
     if (rc != 0)
         return rc;
-    return a->width <= 64 ? kda_launch<kda_shape<64, true>>(d, "kda_step", a, err)
-                          : kda_launch<kda_shape<128, true>>(d, "kda_step", a, err);
+    return a->width <= 64 ? kda_launch<kda_shape<64>>(d, "kda_step", a, false, err)
+                          : kda_launch<kda_shape<128>>(d, "kda_step", a, false, err);
 }
 
-extern "C" int hx_cuda_kda_chunk(hx_dev *d, const hx_kda_chunk_args *a, hx_err *err)
+int hx_cuda_kda_fold(hx_dev *d, const hx_kda_step_args *a, hx_err *err)
 {
     const int rc = check_width("kda_chunk", a, err);
 
     if (rc != 0)
         return rc;
-    return a->width <= 64 ? kda_launch<kda_shape<64, false>>(d, "kda_chunk", a, err)
-                          : kda_launch<kda_shape<128, false>>(d, "kda_chunk", a, err);
+    return a->width <= 64 ? kda_launch<kda_shape<64>>(d, "kda_chunk", a, true, err)
+                          : kda_launch<kda_shape<128>>(d, "kda_chunk", a, true, err);
 }
 
 /* One block: 32 columns of one head of one span, all rows in order. Grid (heads * width /
- * 32, spans). Rows are prepared a batch at a time, in prefill by two more warps while the
- * batch before runs; shared memory holds one batch, or two. Moves the state in, and out
- * where it changed, and the rows; q, k and g once for each block of a head. */
+ * 32, spans). Moves the state in, and out where it changed, and the rows; q, k and g once
+ * for each block of a head. */
 template <class T>
-__global__ void __launch_bounds__(T::THREADS, T::HOLD ? 4 : 2)
+__global__ void __launch_bounds__(32 * KDA_WARPS, 4)
     kda_rows(const kda_args a, const __grid_constant__ hx_cuda_spans spans)
 {
     extern __shared__ __align__(16) float room[];
     const int blocks = (a.width + KDA_COLS - 1) / KDA_COLS, warp = threadIdx.x >> 5;
     const int col = 8 * warp + MINE * ((threadIdx.x & 31) >> 4);
-    const bool runs = T::HOLD || warp < KDA_WARPS;
-    kda_head x = { a,
-                   hx_span_at(spans, (int32_t)blockIdx.y),
-                   (int)blockIdx.x / blocks,
-                   (int)blockIdx.x % blocks * KDA_COLS,
-                   0,
-                   0 };
+    kda_head x = { a, hx_span_at(spans, (int32_t)blockIdx.y), (int)blockIdx.x / blocks,
+                   (int)blockIdx.x % blocks * KDA_COLS, 0 };
     kda_state<T> st;
 
+    if (a.fold)
+        x.s.n_row = 0;
     x.n = x.s.commit + x.s.n_row;
-    x.keep = T::HOLD ? x.s.commit : x.n;
     if (x.n == 0 && x.s.pos0 > 0)
         return;
-    if (runs) {
-        kda_read<T>(x, st, col);
-        if (x.keep == 0 && x.s.pos0 == 0)
-            kda_write<T>(x, st, col);
-    }
-    kda_prepare_all<T>(x, 0, room, warp, T::THREADS / 32);
-    __syncthreads();
-    if (T::HOLD && x.s.n_row > 0)
-        kda_hold<T>(x, room, blocks);
-    for (int i0 = 0; i0 < x.n; i0 += T::BATCH) {
-        const int half = T::HOLD ? 0 : i0 / T::BATCH & 1;
-
-        if (runs)
-            kda_batch<T>(x, st, i0, room + half * T::BATCH * T::ROW, col);
-        else
-            kda_prepare_all<T>(x, i0 + T::BATCH, room + (half ^ 1) * T::BATCH * T::ROW,
-                               warp - KDA_WARPS, KDA_MAKERS);
-        if (!T::HOLD)
-            __syncthreads();
-    }
-    if (!T::HOLD && runs && x.keep > 0)
+    kda_read<T>(x, st, col);
+    if (x.s.commit == 0 && x.s.pos0 == 0)
         kda_write<T>(x, st, col);
+#pragma unroll 1
+    for (int i = warp; i < x.n; i += KDA_WARPS) {
+        kda_raw<T> raw;
+
+        kda_load<T>(x, i, raw);
+        kda_prepare<T>(x, raw, i >= x.s.commit, room + i * T::ROW);
+    }
+    __syncthreads();
+    if (x.s.n_row > 0)
+        kda_hold<T>(x, room, blocks);
+    kda_run<T>(x, st, room, col);
 }

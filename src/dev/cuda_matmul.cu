@@ -151,7 +151,8 @@ __device__ static inline void block_mul1(const place &at, int lane, int32_t c[RQ
         for (int tile = 0; tile < 2; tile++) {
             uint32_t s[8];
 
-            hx_cuda_windows<K2>((const uint32_t *)(at.tiles + (8 * t + tile) * 16 * K2), lane, s);
+            hx_cuda_windows<K2>((const uint32_t *)(at.tiles + (8 * t + tile) * 16 * K2),
+                                lane, s);
             for (int i = 0; i < 8; i++)
                 s[i] *= HX_EXL3_MUL1;
             for (int rq = 0; rq < RQ; rq++) {
@@ -177,8 +178,9 @@ __device__ static inline void block_half(const place &at, int lane, hx_cuda_code
             for (int k = 0; k < 2; k++) {
                 uint32_t s[8];
 
-                hx_cuda_windows<K2>((const uint32_t *)(at.tiles + (8 * (t + k) + tile) * 16 * K2),
-                            lane, s);
+                hx_cuda_windows<K2>(
+                    (const uint32_t *)(at.tiles + (8 * (t + k) + tile) * 16 * K2), lane,
+                    s);
                 for (int h = 0; h < 2; h++) {
                     const uint32_t *p = s + 4 * h;
                     const uint32_t v =
@@ -368,9 +370,10 @@ __device__ static inline void fetch_planes(const product &p, const hx_cuda_job *
  * where that is NULL, the work memory. tiles, planes: the quad's shared memory, on its
  * way; the copies end in groups, one a block. */
 template <int K2, int RQ, bool HALF>
-__device__ static inline void
-multiply_quad(const product &p, const hx_cuda_job *j, int64_t block0, int mine,
-              const uint8_t *tiles, const uint8_t *planes, float *out, hx_cuda_codebook cb)
+__device__ static inline void multiply_quad(const product &p, const hx_cuda_job *j,
+                                            int64_t block0, int mine,
+                                            const uint8_t *tiles, const uint8_t *planes,
+                                            float *out, hx_cuda_codebook cb)
 {
     constexpr int tile_bytes = 16 * K2, slots = MOST_BPS(RQ) <= 2 ? 1 : 2;
     const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31, g = lane >> 2,
@@ -603,10 +606,9 @@ static cudaError_t launch(const product &p, const hx_cuda_shape *s, const hx_cud
                                  cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
     if (rc != cudaSuccess)
         return rc;
-    return hx_cuda_launch(
-        w->overlap && s->chained, exl3_rows<K2, RQ, HALF>, grid,
-        dim3((unsigned)(QUAD * c.quads)), bytes, stream, p,
-        hx_cuda_codebook_of(s->codebook));
+    return hx_cuda_launch(w->overlap && s->chained, exl3_rows<K2, RQ, HALF>, grid,
+                          dim3((unsigned)(QUAD * c.quads)), bytes, stream, p,
+                          hx_cuda_codebook_of(s->codebook));
 }
 
 template <int K2, bool HALF>

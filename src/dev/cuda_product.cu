@@ -532,6 +532,15 @@ extern "C" int hx_cuda_head_matmul(hx_dev *d, const hx_head_matmul_args *a, hx_e
 {
     plain p = {};
 
+    if (a->prefill) {
+        hx_cuda *c = hx_cuda_of(d);
+        const hx_cuda_work w = work_of(c);
+        const cudaError_t rc = hx_cuda_heads_many(a, &w, c->stream);
+
+        if (rc == cudaErrorInvalidValue)
+            return no_scratch(c, "head_matmul", err);
+        return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "head_matmul", rc);
+    }
     p.m = hx_plain_of(a->w);
     p.m.bias = NULL;
     p.x = (const float *)a->x.p;
@@ -851,7 +860,8 @@ extern "C" int hx_cuda_moe_op(hx_dev *d, const hx_moe_args *a, hx_err *err)
 /* The same for prefill: of a matrix of a plain format, which takes more, and of experts. */
 static void many_scratch(const hx_dev_limits *l, size_t *one, size_t *many)
 {
-    hx_mat mat = {};
+    hx_mat mat = {}, latent = {};
+    hx_head_matmul_args head = {};
     hx_cuda_moe m = {};
 
     mat.fmt = HX_FMT_F32;
@@ -860,6 +870,11 @@ static void many_scratch(const hx_dev_limits *l, size_t *one, size_t *many)
     *one = HX_MAX(*one, hx_cuda_many_bytes(&mat, 1));
     mat.n = HX_MAX(l->max_n, mat.k);
     *many = HX_MAX(*many, hx_cuda_many_bytes(&mat, HX_MAX(l->max_rows, 1)));
+    head.w = &latent;
+    head.heads = HX_MAX(l->max_heads, 1);
+    head.n = latent.k = 512;
+    *one = HX_MAX(*one, hx_cuda_heads_many_bytes(&head, 1));
+    *many = HX_MAX(*many, hx_cuda_heads_many_bytes(&head, HX_MAX(l->max_rows, 1)));
     m.rows = (int)HX_MAX(l->max_rows, 1);
     m.active = (int)HX_MAX(l->max_active, 1);
     m.n_expert = (int)HX_MAX(l->max_expert, 1);

@@ -1,6 +1,6 @@
 /* cuda_tensor.h - tensor cores, barriers and asynchronous copies for kernels that multiply
  * many rows: wgmma and bulk copies where the code is compiled for Hopper (sm_90a),
- * mma.sync and cp.async elsewhere. Included by cuda_gemm.cu. Nothing here knows a weight
+ * mma.sync and cp.async elsewhere. Included by cuda_gemm.cu and cuda_mla.cu. Nothing here knows a weight
  * format. */
 #ifndef HX_CUDA_TENSOR_H
 #define HX_CUDA_TENSOR_H
@@ -140,9 +140,31 @@ HX_DEVICE void hx_wgmma_wait(void)
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 
+/* Until no more than the last group is on its way. */
+HX_DEVICE void hx_wgmma_wait_older(void)
+{
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+}
+
+/* The same rows as the 16 inputs of a product, their 64 halves being outputs: more outputs
+ * lie block bytes on. Adding 128 moves on 16 rows. */
+HX_DEVICE uint64_t hx_wgmma_turned(uint32_t at, uint32_t block)
+{
+    return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)(block >> 4) << 16 |
+           (uint64_t)64 << 32 | (uint64_t)1 << 62;
+}
+
+/* What this thread wrote to shared memory is there for wgmma once threads have met. */
+HX_DEVICE void hx_wgmma_wrote(void)
+{
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 /* clang-format off */
+#define HX_D16 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define HX_D32 \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    HX_D16 ", " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
     "%30, %31"
 #define HX_D64 \
@@ -184,6 +206,25 @@ HX_DEVICE void hx_wgmma(float *d, const uint32_t a[4], uint64_t b, int add)
     else
         HX_WGMMA_F16("256", HX_D128, HX_F128(0), "%128", "%129", "%130", "%131", "%132",
                      "%133");
+}
+
+/* d [64, 32] (+)= a [64, 16] b [32, 16]^T, both in shared memory (hx_wgmma_matrix). */
+HX_DEVICE void hx_wgmma_shared32(float *d, uint64_t a, uint64_t b, int add)
+{
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %18, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {" HX_D16 "}, "
+                 "%16, %17, p, 1, 1, 0, 0;}"
+                 : HX_F16(0)
+                 : "l"(a), "l"(b), "r"(add));
+}
+
+/* d [64, 256] += a [64, 16] b [16, 256], b from hx_wgmma_turned. */
+HX_DEVICE void hx_wgmma_turned256(float *d, const uint32_t a[4], uint64_t b)
+{
+    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" HX_D128 "}, "
+                 "{%128, %129, %130, %131}, %132, 1, 1, 1, 1;"
+                 : HX_F128(0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 #else

@@ -170,7 +170,7 @@ typedef struct {
     hx_buf y, x;
     const hx_mat *w;
     int64_t rows, heads, n, stride, first;
-    bool transposed;
+    bool transposed, prefill; /* prefill: as in matmul */
 } hx_head_matmul_args;
 
 /* y = silu(min(gate, limit)) * clamp(up, -limit, limit); limit 0: no clamp
@@ -352,6 +352,7 @@ typedef struct {
     hx_rows rows;
     int64_t heads, k_pick, pool_n;
     float scale;
+    bool prefill; /* as in matmul: queries and weights p as f16 */
 } hx_mla_attend_args;
 
 /* Sigmoid router: sc = sigmoid(W x); the A largest of sc + bias in falling order, equal

@@ -75,6 +75,7 @@ typedef struct {
 typedef struct {
     double nmse;    /* of floats; ids are always exact */
     double exl3;    /* when a case has EXL3 matrices (0: as nmse) */
+    double tensor;  /* of prefill rows where tensor cores take them (0: as the others) */
     bool same_bits; /* on every instruction set of a backend */
     bool canonical; /* and on every backend but ref */
     bool whole;     /* rows of a call are decided together, not each by itself */
@@ -710,7 +711,8 @@ OP_CASES(layernorm, .nmse = 1e-13, .why = "f32 sums; the mean is twice the devia
 VECTORS(layernorm) { { .rows = 2, .dim = 5, .ldx = 5, .ldy = 5, .eps = 1e-6f } };
 
 OP_CASES(
-    matmul, .nmse = 1e-12, .exl3 = 1e-7, .same_bits = true, .canonical = true,
+    matmul, .nmse = 1e-12, .exl3 = 1e-7, .tensor = 5e-7, .same_bits = true,
+    .canonical = true,
     .why = "f32 FMAs in a tree; EXL3: 16-bit activations (7e-10) and, for MUL1, weights "
            "that are not rounded to fp16 (4e-8)") {
     { .rows = 1, .w = MAT(F32, 1, 1) },
@@ -749,6 +751,16 @@ OP_CASES(
     { .rows = 1, .w = MAT(FP8, 1536, 4096) },
     { .rows = 64, .w = MAT(BF16, 288, 4096) },
     { .rows = 70, .w = EXL3(512, 4096, 12, MUL1) },
+    { .rows = 3,
+      .w = MAT(F32, 130, 129, .bias = BIAS),
+      .ldx = 140,
+      .ldy = 135,
+      .prefill = true },
+    { .rows = 7, .w = MAT(BF16, 256, 256), .prefill = true },
+    { .rows = 2, .w = MAT(FP8, 257, 513), .prefill = true },
+    { .rows = 70, .w = EXL3(130, 200, 6, MUL1, .bias = BIAS), .prefill = true },
+    { .rows = 9, .w = EXL3(384, 256, 8, MCG), .prefill = true },
+    { .rows = 300, .w = EXL3(128, 256, 7, MUL1), .prefill = true },
 };
 VECTORS(matmul) {
     { .rows = 2, .w = MAT(F32, 3, 6) },
@@ -760,8 +772,23 @@ VECTORS(matmul) {
     { .rows = 2, .w = EXL3(100, 128, 2, 3INST) },
 };
 
-OP_CASES(head_matmul, .nmse = 1e-12, .same_bits = true, .canonical = true,
+OP_CASES(head_matmul, .nmse = 1e-12, .tensor = 5e-7, .same_bits = true, .canonical = true,
          .why = "f32 FMAs in a tree") {
+    { .rows = 70,
+      .heads = 3,
+      .n = 40,
+      .stride = 90,
+      .first = 11,
+      .w = MAT(BF16, 270, 72),
+      .transposed = true,
+      .prefill = true },
+    { .rows = 5,
+      .heads = 3,
+      .n = 40,
+      .stride = 90,
+      .first = 11,
+      .w = MAT(F32, 270, 72),
+      .prefill = true },
     { .rows = 1, .heads = 1, .n = 1, .stride = 1, .w = MAT(F32, 1, 1) },
     { .rows = 3, .heads = 3, .n = 5, .stride = 11, .first = 2, .w = MAT(BF16, 30, 67) },
     { .rows = 3,
@@ -915,8 +942,10 @@ VECTORS(kda_step) {
       .rows = SPANS(4, { 1, 0, 3, 9, 2 }, { 2, 3, 1, 0, 0 }, { 0, 4, 0, 5, 1 }) },
 };
 
-OP_CASES(kda_chunk, .nmse = 1e-12,
-         .why = "f32 products of products inside a block of 64 rows") {
+OP_CASES(kda_chunk, .nmse = 1e-12, .tensor = 1e-6,
+         .why =
+             "f32 products of products inside a block of 64 rows; on tensor cores tf32, "
+             "11 bits a factor") {
     { .heads = 1, .width = 1, .rows = SPANS(1, { 0, 0, 1, 0, 0 }) },
     { .heads = 3,
       .width = 17,
@@ -1026,8 +1055,9 @@ OP_CASES(topk, .nmse = 0, .same_bits = true, .why = "no arithmetic") {
 };
 VECTORS(topk) { { .k = 5, .pool_n = 2, .rows = SPANS(4, { 0, 0, 4, 18, 0 }) } };
 
-OP_CASES(mla_attend, .nmse = 1e-12,
-         .why = "f32 dot products through exp, f32 sums over positions") {
+OP_CASES(mla_attend, .nmse = 1e-12, .tensor = 1e-6,
+         .why = "f32 dot products through exp, f32 sums over positions; on tensor cores "
+                "halves") {
     { .heads = 1,
       .cache = PAGES(F32, 1),
       .scale = 1,
@@ -1056,6 +1086,23 @@ OP_CASES(mla_attend, .nmse = 1e-12,
       .k_pick = 128,
       .pool_n = 4,
       .rows = SPANS(1, { 0, 0, 1, 3001, 0 }) },
+    { .heads = 64,
+      .cache = PAGES(BF16, 512),
+      .scale = 0.0625f,
+      .k_pick = 128,
+      .pool_n = 4,
+      .prefill = true,
+      .rows = SPANS(3, { 0, 0, 3, 3001, 0 }) },
+    { .heads = 3,
+      .cache = PAGES(BF16, 72),
+      .scale = 0.2f,
+      .prefill = true,
+      .rows = SPANS(70, { 1, 0, 66, 0, 0 }, { 0, 66, 4, 126, 0 }) },
+    { .heads = 3,
+      .cache = PAGES(F32, 67),
+      .scale = 0.2f,
+      .prefill = true,
+      .rows = SPANS(10, { 1, 0, 6, 0, 0 }, { 0, 6, 4, 126, 0 }) },
 };
 VECTORS(mla_attend) {
     { .heads = 2,
@@ -1079,8 +1126,8 @@ OP_CASES(router, .nmse = 1e-13,
 };
 VECTORS(router) { { .rows = 3, .active = 3, .factor = 2.5f, .w = MAT(BF16, 6, 5) } };
 
-OP_CASES(moe, .nmse = 1e-12, .exl3 = 4e-7, .same_bits = true, .canonical = true,
-         .why = "three products (see matmul) and swiglu") {
+OP_CASES(moe, .nmse = 1e-12, .exl3 = 4e-7, .tensor = 1e-6, .same_bits = true,
+         .canonical = true, .why = "three products (see matmul) and swiglu") {
     { .rows = 1, .active = 1, .n_expert = 1, .expert = EXPERT(F32, 1, 1), .limit = 10 },
     { .rows = 4,
       .active = 2,
@@ -1104,6 +1151,12 @@ OP_CASES(moe, .nmse = 1e-12, .exl3 = 4e-7, .same_bits = true, .canonical = true,
       .n_expert = 9,
       .expert = EXPERT(EXL3, 256, 128, .k2 = 6, .codebook = HX_CB_MCG),
       .limit = 10 },
+    { .rows = 70,
+      .active = 4,
+      .n_expert = 9,
+      .expert = EXPERT(EXL3, 256, 128, .k2 = 6, .codebook = HX_CB_MUL1),
+      .limit = 10,
+      .prefill = true },
     { .rows = 2,
       .active = 2,
       .n_expert = 4,

@@ -299,7 +299,8 @@ static int attend_rows(const hx_layer_call *c, hx_layer_mem *mem, hx_buf iq, hx_
                                .heads = d->mla_heads,
                                .pool_n = d->pool_n,
                                .k_pick = k,
-                               .scale = 1.0f / sqrtf((float)d->k_width) };
+                               .scale = 1.0f / sqrtf((float)d->k_width),
+                               .prefill = c->phase == HX_PHASE_PREFILL };
     if (sparse) {
         const hx_index_score_args score = {
             .score = c->score,
@@ -411,7 +412,8 @@ int hx_layers_mla(const hx_layer_call *c, const hx_mla *w, hx_layer_mem *mem, hx
                                          .n = d->k_width,
                                          .stride = stride,
                                          .first = 0,
-                                         .transposed = true };
+                                         .transposed = true,
+                                         .prefill = c->phase == HX_PHASE_PREFILL };
     const hx_head_matmul_args expand = { .y = c->a,
                                          .x = c->c,
                                          .w = &w->kv_b,
@@ -420,7 +422,8 @@ int hx_layers_mla(const hx_layer_call *c, const hx_mla *w, hx_layer_mem *mem, hx
                                          .n = d->v_width,
                                          .stride = stride,
                                          .first = d->k_width,
-                                         .transposed = false };
+                                         .transposed = false,
+                                         .prefill = c->phase == HX_PHASE_PREFILL };
     if ((rc = hx_op_head_matmul(c->dev, &absorb, err)) != 0 ||
         (rc = attend(c, mem, c->e, m.weight, err)) != 0 ||
         (rc = hx_op_head_matmul(c->dev, &expand, err)) != 0)

@@ -436,8 +436,9 @@ static int time_device(hx_store *s, const trial *t, const int32_t *id, int64_t n
     return rc;
 }
 
-/* Microseconds from the post of a job of one expert to the end of its combine. */
-static int time_round(hx_store *s, const trial *t, const int32_t *id, double *us,
+/* Microseconds from plan to the end of combine, when the lane has one expert to do or, with
+ * lane_us 0, nothing. */
+static int time_round(hx_store *s, const trial *t, int32_t id, float lane_us, double *us,
                       hx_err *err)
 {
     const hx_rates kept = s->rates;
@@ -453,9 +454,9 @@ static int time_round(hx_store *s, const trial *t, const int32_t *id, double *us
     int rc;
 
     for (int64_t i = 0; i < s->n_active; i++)
-        same[i] = id[0];
+        same[i] = id;
     rc = hx_dev_put(s->dev, t->id, same, (size_t)s->n_active * sizeof *same, err);
-    s->rates = (hx_rates) { .link_us = 1e6f, .lane_us = 1 };
+    s->rates = (hx_rates) { .link_us = 1e6f, .lane_us = lane_us };
     *us = 1e12;
     hx_store_begin(s);
     for (int i = 0; i < TRIES && rc == 0; i++) {
@@ -503,20 +504,21 @@ static int time_lane(hx_store *s, const trial *t, hx_err *err)
 {
     hx_rates *r = &s->rates;
     const int64_t few = HX_MIN(4, s->max_pick / s->n_active);
-    double one, all, more;
+    double none, one, all, more;
     int32_t id[64];
     int64_t n = some(s, t, false, id, HX_MIN(s->n_active, 64));
     int rc;
 
     if (s->lane == NULL || n < 2)
         return 0;
-    if ((rc = time_round(s, t, id, &one, err)) != 0 ||
+    if ((rc = time_round(s, t, id[0], 0, &none, err)) != 0 ||
+        (rc = time_round(s, t, id[0], 1, &one, err)) != 0 ||
         (rc = hx_lane_time(s->lane, (int32_t)t->layer, id, n, 1, &all, err)) != 0 ||
         (rc = hx_lane_time(s->lane, (int32_t)t->layer, id, n, few, &more, err)) != 0)
         return rc;
     r->lane_us = (float)(all / (double)n);
     r->row_us = (float)(few > 1 ? HX_MAX(more - all, 0) / (double)(n * (few - 1)) : 0);
-    r->post_us = (float)HX_MAX(one - all / (double)n, 0);
+    r->post_us = (float)HX_MAX(one - none - all / (double)n, 0);
     return 0;
 }
 
