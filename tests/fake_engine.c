@@ -596,6 +596,17 @@ void hx_stream_free(hx_stream *s)
 }
 
 /* Every token after the first has -1, the first alternative is the token itself. */
+int64_t hx_forget(hx_engine *e)
+{
+    (void)e;
+    return 0;
+}
+
+const char *hx_miss_name(hx_miss m)
+{
+    return m == HX_MISS_NONE ? "" : "new";
+}
+
 int hx_score(hx_engine *e, const hx_score_args *a, hx_err *err)
 {
     hx_sb prompt = { 0 };

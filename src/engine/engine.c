@@ -272,15 +272,29 @@ static int open_experts(hx_engine *e, const hx_options *opt, hx_err *err)
     return hx_store_open(&e->model->store, e->model, e->dev, &store, err);
 }
 
+/* Rows of a prefill chunk. A GPU that cannot hold all experts has them brought to it once
+ * for each chunk: long chunks, then, in up to a quarter of the memory it may use. */
+static int64_t prefill_rows(const hx_options *opt, const hx_desc *d)
+{
+    const bool host = opt->device == NULL || strncmp(opt->device, "cuda", 4) != 0;
+    int64_t rows = HX_PREFILL_ROWS;
+
+    while (!host && rows < HX_CHUNK_MAX &&
+           (uint64_t)(2 * rows) * hx_graph_row_bytes(d) <= opt->vram_bytes / 4)
+        rows *= 2;
+    return rows;
+}
+
 static int open_device(hx_engine *e, const hx_options *opt, hx_err *err)
 {
     const hx_desc *d = &e->model->desc;
-    const int64_t rows = HX_MAX(HX_PREFILL_ROWS, e->info.max_streams);
+    const int64_t most = prefill_rows(opt, d), rows = HX_MAX(most, e->info.max_streams);
     const hx_cache_fmt fmt = opt->kv == HX_KV_F32 ? HX_CACHE_F32 : HX_CACHE_BF16;
     const int64_t n = e->info.max_streams;
     int32_t n_page = 0;
     int rc;
 
+    e->prefill_rows = most;
     if ((rc = plan_cache(e, opt, &n_page, err)) != 0)
         return rc;
     const hx_dev_opt dev = { .name = opt->device,
@@ -294,8 +308,8 @@ static int open_device(hx_engine *e, const hx_options *opt, hx_err *err)
                             n_page, fmt, err)) != 0 ||
         (rc = hx_graph_open(&e->decode, e->model, e->dev, e->cache, n, n,
                             e->info.ctx_tokens, err)) != 0 ||
-        (rc = hx_graph_open(&e->prefill, e->model, e->dev, e->cache, HX_PREFILL_ROWS,
-                            HX_SCORE_ROWS, e->info.ctx_tokens, err)) != 0 ||
+        (rc = hx_graph_open(&e->prefill, e->model, e->dev, e->cache, most, HX_SCORE_ROWS,
+                            e->info.ctx_tokens, err)) != 0 ||
         (rc = hx_dev_alloc(e->dev, &e->out_id, (size_t)n * sizeof(int32_t), err)) != 0 ||
         (rc = hx_dev_alloc(e->dev, &e->out_logprob, (size_t)n * sizeof(float), err)) !=
             0 ||
@@ -359,7 +373,7 @@ static int open_rest(hx_engine *e, const hx_options *opt, hx_err *err)
     e->wait = hx_new(hx_stream *, e->info.max_queue + n);
     e->prompt = hx_new(hx_pick_prompt, n);
     e->costs.n_layer = e->model->desc.n_layer;
-    e->costs.n_block = HX_PREFILL_ROWS / HX_PAGE;
+    e->costs.n_block = e->prefill_rows / HX_PAGE;
     e->costs.layer = hx_new(float, e->costs.n_layer * e->costs.n_block);
     e->pick.share = opt->decode_share > 0 ? opt->decode_share : 0.5f;
     e->client_streams = opt->client_streams;

@@ -27,9 +27,10 @@
 #define HX_STALL_US                                                                      \
     (60 * 1000000LL) /* a reader that takes nothing for so long is dropped */
 #define HX_PREFILL_ROWS                                                                  \
-    256                   /* rows of a prefill chunk: whole blocks of the 64-token grid */
-#define HX_SNAP_MAX    8  /* of them, inside one chunk */
-#define HX_CUT_MAX     48 /* states kept on the way through one prompt */
+    256 /* rows of a prefill chunk: whole blocks of the 64-token grid */
+#define HX_CHUNK_MAX   8192 /* of them at most, where experts come to a GPU for each */
+#define HX_SNAP_MAX    8    /* of them, inside one chunk */
+#define HX_CUT_MAX     48   /* states kept on the way through one prompt */
 #define HX_MARGIN      256 /* tokens of answer that a request gets memory for when it starts */
 #define HX_PROGRESS_US 100000 /* between two progress events of a stream */
 
@@ -211,9 +212,10 @@ struct hx_engine {
     hx_dev *dev;
     hx_cache *cache;
     hx_graph *decode, *prefill;
-    hx_tok *tok;     /* NULL: the folder has no tokenizer */
-    hx_jinja *chat;  /* NULL: no template */
-    hx_vocab *vocab; /* of tok, for grammars */
+    int64_t prefill_rows; /* of a chunk, at most */
+    hx_tok *tok;          /* NULL: the folder has no tokenizer */
+    hx_jinja *chat;       /* NULL: no template */
+    hx_vocab *vocab;      /* of tok, for grammars */
     hx_grammars *grammars;
 
     pthread_mutex_t lock;

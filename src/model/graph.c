@@ -52,6 +52,16 @@ static int64_t narrow_floats(const hx_desc *d)
     return HX_MAX(mla, kda);
 }
 
+uint64_t hx_graph_row_bytes(const hx_desc *d)
+{
+    const int64_t mixes = d->streams * (2 + d->streams),
+                  kda = d->kda_heads * d->kda_width;
+
+    return sizeof(float) *
+           (uint64_t)((d->streams + 2 + d->n_active) * d->width + 4 * wide_floats(d) +
+                      kda + narrow_floats(d) + 2 * d->n_active + d->n_expert + mixes);
+}
+
 static int take(hx_graph *g, hx_buf *b, int64_t rows, int64_t floats, hx_err *err)
 {
     const size_t bytes = (size_t)rows * (size_t)floats * sizeof(float);

@@ -259,6 +259,8 @@ int hx_graph_open(hx_graph **out, hx_model *m, hx_dev *dev, hx_cache *c, int64_t
                   int64_t max_out, int64_t max_ctx, hx_err *err);
 void hx_graph_close(hx_graph *g);
 uint64_t hx_graph_bytes(const hx_graph *g);
+/* About what each row of a call adds to the workspace. */
+uint64_t hx_graph_row_bytes(const hx_desc *d);
 void hx_graph_tap(hx_graph *g, hx_tap_fn *fn, void *ud);
 
 /* One call is begin, then layers [l0, l1) in order in any number of slices, then any

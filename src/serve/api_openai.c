@@ -493,6 +493,8 @@ void hx_openai_add(hx_openai_sum *s, const hx_gen_event *ev, bool new_prompt)
     s->n_answer += ev->n_answer;
     s->n_reasoning += ev->n_reasoning;
     s->times = ev->times;
+    s->miss = ev->miss;
+    s->miss_pos = ev->miss_pos;
 }
 
 static void write_usage(hx_sb *b, const hx_openai_sum *s)
@@ -524,10 +526,12 @@ void hx_openai_write_timings(hx_sb *b, const hx_openai_sum *s)
         b,
         "\"timings\":{\"prompt_n\":%lld,\"prompt_ms\":%.3f,\"prompt_per_second\":%.2f,"
         "\"predicted_n\":%lld,\"predicted_ms\":%.3f,\"predicted_per_second\":%.2f,"
-        "\"queue_ms\":%.3f}",
+        "\"queue_ms\":%.3f,\"cache_n\":%lld,\"cache_miss\":\"%s\","
+        "\"cache_miss_at\":%lld}",
         (long long)n_read, prompt_ms, per_second(n_read, prompt_ms),
         (long long)s->n_answer, answer_ms, per_second(s->n_answer, answer_ms),
-        (double)(t->started_us - t->queued_us) / 1e3);
+        (double)(t->started_us - t->queued_us) / 1e3, (long long)s->n_cached,
+        s->miss == HX_MISS_NONE ? "" : hx_miss_name(s->miss), (long long)s->miss_pos);
 }
 
 void hx_openai_write_progress(hx_sb *b, const hx_gen_progress *p)

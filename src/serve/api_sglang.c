@@ -689,12 +689,13 @@ int hx_sglang_server_info(hx_call *c)
     return reply(c, &b);
 }
 
-/* Nothing of a request outlives it in this engine, so there is nothing to give up. */
 int hx_sglang_flush_cache(hx_call *c)
 {
     hx_sb b = { 0 };
 
-    hx_sb_str(&b, "{\"success\":true,\"flushed_states\":0,\"message\":\"no prefixes are "
-                  "kept between requests\"}");
+    hx_sb_printf(&b,
+                 "{\"success\":true,\"flushed_states\":%lld,\"message\":\"kept prefixes "
+                 "are given up, but for what running requests use\"}",
+                 (long long)hx_forget(c->engine));
     return reply(c, &b);
 }

@@ -450,6 +450,8 @@ static int take_end(hx_gen *g, answer *a, const hx_event *ev, hx_err *err)
                               .n_call = n_call,
                               .n_prompt = ev->prompt,
                               .n_cached = ev->cached,
+                              .miss = ev->miss,
+                              .miss_pos = ev->miss_pos,
                               .n_answer = ev->generated,
                               .n_reasoning = a->n_reasoning,
                               .times = ev->times });

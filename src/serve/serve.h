@@ -311,6 +311,8 @@ typedef struct {
     int32_t stop_index; /* as in hx_event */
     int32_t n_call;
     int64_t n_prompt, n_cached, n_answer, n_reasoning; /* tokens */
+    hx_miss miss; /* why not more of the prompt was cached, from miss_pos on */
+    int64_t miss_pos;
     hx_times times;
 } hx_gen_event;
 
@@ -334,7 +336,8 @@ typedef struct {
     void (*progress)(void *ud, const hx_gen_progress *p, hx_sb *out); /* NULL: comments */
     void *ud;    /* in the call's arena */
     bool stream; /* an event stream has begun and takes what event() writes */
-    hx_str waiting; /* an event that goes out now and then while nothing else does, or {NULL,
+    hx_str
+        waiting; /* an event that goes out now and then while nothing else does, or {NULL,
                      * 0}: comments tell how far the answer is. Borrowed until the end */
 } hx_gen_sink;
 
@@ -460,6 +463,8 @@ int hx_misc_openapi(hx_call *c);
 /* Shared by both: usage and timings of the answers so far. */
 typedef struct {
     int64_t n_prompt, n_cached, n_answer, n_reasoning;
+    hx_miss miss; /* of the prompt that came last */
+    int64_t miss_pos;
     hx_times times; /* of the answer that ended last */
 } hx_openai_sum;
 void hx_openai_add(hx_openai_sum *s, const hx_gen_event *ev, bool new_prompt);
