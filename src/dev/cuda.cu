@@ -221,6 +221,27 @@ static int device_number(const char *name)
     return n;
 }
 
+/* Who waits for the device sleeps: experts may need every CPU meanwhile. */
+static cudaError_t use_device(int number)
+{
+    const cudaError_t rc = cudaSetDevice(number);
+
+    if (rc == cudaSuccess && cudaSetDeviceFlags(cudaDeviceScheduleBlockingSync) != rc)
+        cudaGetLastError(); /* somebody else's choice stands: only waiting is dearer */
+    return rc;
+}
+
+uint64_t hx_cuda_free_bytes(const char *name)
+{
+    const int number = device_number(name);
+    size_t free_bytes = 0, total = 0;
+
+    if (number < 0 || use_device(number) != cudaSuccess ||
+        cudaMemGetInfo(&free_bytes, &total) != cudaSuccess)
+        cudaGetLastError();
+    return free_bytes;
+}
+
 /* Finds the GPU and checks that this program can run on it. */
 static int find_device(hx_cuda *c, const char *name, cudaDeviceProp *prop, hx_err *err)
 {
@@ -234,9 +255,7 @@ static int find_device(hx_cuda *c, const char *name, cudaDeviceProp *prop, hx_er
     if (number < 0 || number >= n)
         return hx_fail(err, HX_EARG, "device %s: there are cuda:0 to cuda:%d", name,
                        n - 1);
-    /* Who waits for the device sleeps: experts may need every CPU meanwhile. */
-    if ((rc = cudaSetDevice(number)) != cudaSuccess ||
-        (rc = cudaSetDeviceFlags(cudaDeviceScheduleBlockingSync)) != cudaSuccess ||
+    if ((rc = use_device(number)) != cudaSuccess ||
         (rc = cudaGetDeviceProperties(prop, number)) != cudaSuccess)
         return hx_cuda_fail(err, name, rc);
     c->device = number;

@@ -33,6 +33,8 @@ int hx_cuda_open(hx_dev *d, const hx_dev_opt *opt, hx_err *err);
 void hx_cuda_close(hx_dev *d);
 /* Waits for all that was launched; the error of a kernel that failed. */
 int hx_cuda_sync(hx_dev *d, hx_err *err);
+/* Free memory of "cuda" or "cuda:N"; 0 when there is none such. */
+uint64_t hx_cuda_free_bytes(const char *name);
 /* Devices there are; 0 without a driver. */
 int hx_cuda_count(void);
 

@@ -548,6 +548,8 @@ typedef struct {
 /* Errors: HX_EARG (unknown name or isa, this CPU lacks it), HX_ENOMEM, HX_EUNSUP (which
  * operation the device lacks). */
 int hx_dev_open(hx_dev **out, const hx_dev_opt *opt, hx_err *err);
+/* Free memory of a device by name, before it is opened; 0: none of its own, or unknown. */
+uint64_t hx_dev_free_bytes(const char *name);
 void hx_dev_close(hx_dev *d);
 
 /* Zeroed memory on the device, and copies to and from it. is_host: buffers are plain

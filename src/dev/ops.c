@@ -743,13 +743,14 @@ typedef struct {
     size_t (*scratch_bytes)(const hx_dev_limits *, int n_thread); /* of the host */
     int (*open)(hx_dev *, const hx_dev_opt *, hx_err *); /* NULL: nothing of its own */
     void (*close)(hx_dev *);
+    uint64_t (*free_bytes)(const char *name); /* NULL: no memory of its own */
 } backend;
 
 static const backend backends[] = {
-    { &hx_cpu_ops, hx_cpu_scratch_bytes, NULL, NULL },
-    { &hx_ref_ops, hx_ref_scratch_bytes, NULL, NULL },
+    { &hx_cpu_ops, hx_cpu_scratch_bytes, NULL, NULL, NULL },
+    { &hx_ref_ops, hx_ref_scratch_bytes, NULL, NULL, NULL },
 #ifdef HX_CUDA
-    { &hx_cuda_ops, NULL, hx_cuda_open, hx_cuda_close },
+    { &hx_cuda_ops, NULL, hx_cuda_open, hx_cuda_close, hx_cuda_free_bytes },
 #endif
 };
 
@@ -826,6 +827,13 @@ static int choose_isa(hx_dev *d, const char *name, hx_err *err)
                    "device cpu: instruction set %s is unknown; there are avx512, avx2 "
                    "and scalar",
                    name);
+}
+
+uint64_t hx_dev_free_bytes(const char *name)
+{
+    const backend *b = find_backend(name != NULL ? name : "cpu");
+
+    return b != NULL && b->free_bytes != NULL ? b->free_bytes(name) : 0;
 }
 
 int hx_dev_open(hx_dev **out, const hx_dev_opt *opt, hx_err *err)

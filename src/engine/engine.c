@@ -276,11 +276,13 @@ static int open_experts(hx_engine *e, const hx_options *opt, hx_err *err)
  * for each chunk: long chunks, then, in up to a quarter of the memory it may use. */
 static int64_t prefill_rows(const hx_options *opt, const hx_desc *d)
 {
-    const bool host = opt->device == NULL || strncmp(opt->device, "cuda", 4) != 0;
+    uint64_t bytes = hx_dev_free_bytes(opt->device);
     int64_t rows = HX_PREFILL_ROWS;
 
-    while (!host && rows < HX_CHUNK_MAX &&
-           (uint64_t)(2 * rows) * hx_graph_row_bytes(d) <= opt->vram_bytes / 4)
+    if (opt->vram_bytes != 0)
+        bytes = HX_MIN(bytes, opt->vram_bytes);
+    while (rows < HX_CHUNK_MAX &&
+           (uint64_t)(2 * rows) * hx_graph_row_bytes(d) <= bytes / 4)
         rows *= 2;
     return rows;
 }
