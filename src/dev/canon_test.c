@@ -663,9 +663,15 @@ static void check_head(const matrix *a, int64_t rows, int64_t heads, int64_t n,
             memset(got, 0xFF, (size_t)(rows * heads * out) * 4);
             assert_int_equal(hx_cpu_head_matmul(&d,
                                                 &(hx_head_matmul_args) {
-                                                    buf(got, rows * heads * out),
-                                                    buf(x, rows * heads * in), m, rows,
-                                                    heads, n, stride, first, transposed },
+                                                    .y = buf(got, rows * heads * out),
+                                                    .x = buf(x, rows * heads * in),
+                                                    .w = m,
+                                                    .rows = rows,
+                                                    .heads = heads,
+                                                    .n = n,
+                                                    .stride = stride,
+                                                    .first = first,
+                                                    .transposed = transposed },
                                                 NULL),
                              0);
             same_floats("head_matmul", got, want, (size_t)(rows * heads * out));

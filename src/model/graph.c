@@ -27,21 +27,22 @@ struct hx_graph {
     int32_t *draw;                   /* [n_layer, R, A] the same on the host */
 };
 
-/* Widths, in floats per row, of the workspace's scratch buffers. */
-static int64_t wide_floats(const hx_desc *d)
-{
-    const int64_t all[] = { 3 * d->kda_heads * d->kda_width,
-                            d->mla_heads * d->k_width,
-                            d->mla_heads * d->v_width,
-                            d->mla_heads * d->latent,
-                            d->index_heads * d->index_width,
-                            d->dense_width,
-                            d->shared_width };
-    int64_t best = 1;
+/* Widths, in floats per row, of the workspace's scratch buffers: what layers.c puts there. */
+typedef struct {
+    int64_t a, b, c, e;
+} widths;
 
-    for (size_t i = 0; i < HX_LEN(all); i++)
-        best = HX_MAX(best, all[i]);
-    return best;
+static widths wide_floats(const hx_desc *d)
+{
+    const int64_t hk = d->kda_heads * d->kda_width, hz = d->mla_heads * d->latent,
+                  mlp = HX_MAX(d->dense_width, d->shared_width);
+
+    return (widths) {
+        .a = HX_MAX(HX_MAX(3 * hk, mlp), d->mla_heads * HX_MAX(d->k_width, d->v_width)),
+        .b = HX_MAX(HX_MAX(3 * hk, mlp), hz),
+        .c = HX_MAX(hk, hz),
+        .e = HX_MAX(HX_MAX(hk, d->index_heads * d->index_width), d->n_active * d->width),
+    };
 }
 
 static int64_t narrow_floats(const hx_desc *d)
@@ -56,10 +57,11 @@ uint64_t hx_graph_row_bytes(const hx_desc *d)
 {
     const int64_t mixes = d->streams * (2 + d->streams),
                   kda = d->kda_heads * d->kda_width;
+    const widths w = wide_floats(d);
 
     return sizeof(float) *
-           (uint64_t)((d->streams + 2 + d->n_active) * d->width + 4 * wide_floats(d) +
-                      kda + narrow_floats(d) + 2 * d->n_active + d->n_expert + mixes);
+           (uint64_t)((d->streams + 2) * d->width + w.a + w.b + w.c + w.e + kda +
+                      narrow_floats(d) + 2 * d->n_active + d->n_expert + mixes);
 }
 
 static int take(hx_graph *g, hx_buf *b, int64_t rows, int64_t floats, hx_err *err)
@@ -73,7 +75,8 @@ static int take(hx_graph *g, hx_buf *b, int64_t rows, int64_t floats, hx_err *er
 static int take_all(hx_graph *g, int64_t max_ctx, hx_err *err)
 {
     const hx_desc *d = &g->model->desc;
-    const int64_t r = g->max_rows, s = d->streams, wide = wide_floats(d);
+    const int64_t r = g->max_rows, s = d->streams;
+    const widths w = wide_floats(d);
     hx_layer_call *c = &g->call;
 
     c->score_rows = HX_MIN(r, SCORE_ROWS);
@@ -91,13 +94,12 @@ static int take_all(hx_graph *g, int64_t max_ctx, hx_err *err)
         { &g->span, HX_SPAN_MAX, sizeof(hx_span) / sizeof(float) },
         { &g->hidden, g->max_out, d->width },
         { &g->logits, g->max_out, d->n_vocab },
-        { &c->a, r, wide },
-        { &c->b, r, wide },
-        { &c->c, r, wide },
-        { &c->e, r, wide },
+        { &c->a, r, w.a },
+        { &c->b, r, w.b },
+        { &c->c, r, w.c },
+        { &c->e, r, w.e },
         { &c->g, r, d->kda_heads * d->kda_width },
         { &c->small, r, narrow_floats(d) },
-        { &c->part, r, d->n_active * d->width },
         { &c->route_id, r, d->n_active },
         { &c->route_w, r, d->n_active },
         { &c->route_score, r, d->n_expert },
@@ -112,6 +114,7 @@ static int take_all(hx_graph *g, int64_t max_ctx, hx_err *err)
         if (rc != 0)
             return rc;
     }
+    c->part = c->e; /* experts run when attention is done with it */
     return 0;
 }
 
@@ -202,11 +205,11 @@ void hx_graph_close(hx_graph *g)
     if (g == NULL)
         return;
     hx_layer_call *c = &g->call;
-    hx_buf *all[] = { &g->streams, &g->x,        &g->y,       &g->post,        &g->comb,
-                      &g->id,      &g->span,     &g->hidden,  &g->logits,      &c->a,
-                      &c->b,       &c->c,        &c->e,       &c->g,           &c->small,
-                      &c->part,    &c->route_id, &c->route_w, &c->route_score, &c->score,
-                      &c->pick,    &c->n_pick };
+    hx_buf *all[] = { &g->streams,  &g->x,       &g->y,           &g->post,   &g->comb,
+                      &g->id,       &g->span,    &g->hidden,      &g->logits, &c->a,
+                      &c->b,        &c->c,       &c->e,           &c->g,      &c->small,
+                      &c->route_id, &c->route_w, &c->route_score, &c->score,  &c->pick,
+                      &c->n_pick };
 
     for (size_t i = 0; i < HX_LEN(all); i++)
         hx_dev_free(g->dev, all[i]);

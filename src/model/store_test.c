@@ -97,6 +97,7 @@ static hx_engine *open_with(const hx_options *opt)
     if (device != NULL)
         o.cpu_isa = NULL;
     o.model_dir = MODEL;
+    o.prefix = HX_PREFIX_OFF; /* a GPU's decode and prefill states differ in the last bits */
     o.ctx_tokens = 1024;
     if (o.n_threads == 0)
         o.n_threads = 2;
