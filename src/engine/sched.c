@@ -1016,7 +1016,7 @@ static void wait_for_work(hx_engine *e, bool idle)
     pthread_mutex_lock(&e->lock);
     if (empty)
         hx_health_work(e, false);
-    while (e->inbox == NULL && !e->closing) {
+    while (e->inbox == NULL && !e->closing && hx_reuse_due_us(e) > hx_now_us()) {
         if (most_us < 0)
             pthread_cond_wait(&e->wake, &e->lock);
         else if (pthread_cond_timedwait(&e->wake, &e->lock, &until) != 0 || !empty)
