@@ -37,6 +37,9 @@ check too_small_cache 1 'the budget is' "$hoist" run $demo -p Hello! --cache 1MB
 check bench 0 'decode, 1 stream' "$hoist" bench decode $demo -n 8 --streams 1 --json "$tmp/bench.json"
 check bench_serve 0 'crowd|streams: throughput' "$hoist" bench serve $demo --ctx 1024 --streams 4 --mixes cancels,crowd
 check bench_json 0 'tok/s' cat "$tmp/bench.json"
+check plan 0 'an expert of .* costs, measured now' "$hoist" plan $demo --ctx 1024 --vram 400KB
+check plan_all 0 'no expert moves' "$hoist" plan $demo --ctx 1024
+check bench_lanes 0 'over the link' "$hoist" bench decode $demo -n 8 --streams 1 --vram 400KB
 check chat 0 'Paris' bash -c "printf 'What is the capital of France?\n/quit\n' | $hoist chat $demo --temp 0"
 check chat_help 0 'Ctrl-C stops' bash -c "printf '/help\n' | $hoist chat $demo"
 

@@ -64,6 +64,7 @@ int cmd_run(const hx_cli *c);
 int cmd_chat(const hx_cli *c);
 int cmd_logits(const hx_cli *c);
 int cmd_inspect(const hx_cli *c);
+int cmd_plan(const hx_cli *c);
 int cmd_bench(const hx_cli *c);
 int cmd_connect(const hx_cli *c);
 

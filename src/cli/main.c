@@ -23,7 +23,8 @@ enum {
     QUANTIZE = 64,
     SCORE = 1 << 10,
     PULL = 1 << 11,
-    ENGINE = SERVE | RUN | CHAT | LOGITS | BENCH | SCORE
+    PLAN = 1 << 13,
+    ENGINE = SERVE | RUN | CHAT | LOGITS | BENCH | SCORE | PLAN
 };
 
 typedef struct {
@@ -41,6 +42,9 @@ static const command commands[] = {
     { "logits", "MODEL --ids FILE --out FILE",
       "write float32 logits of a list of token ids", LOGITS, cmd_logits },
     { "inspect", "MODEL", "what a checkpoint holds", INSPECT, cmd_inspect },
+    { "plan", "MODEL",
+      "what it takes of this machine's memories, and the speed to expect", PLAN,
+      cmd_plan },
     { "bench", "[ops|decode|prefill|serve] [MODEL]",
       "measured speed beside this machine's ceilings; compare A B: two results", BENCH,
       cmd_bench },

@@ -241,7 +241,7 @@ static int memory_left(hx_engine *e, const hx_options *opt, uint64_t *left, hx_e
 /* Routed experts: all on the device where they fit, else in the store. A host device has
  * them where they are, or, told so by vram_bytes, plays the store with an arena that stands
  * for device memory. */
-static int open_experts(hx_engine *e, const hx_options *opt, hx_err *err)
+static int place_experts(hx_engine *e, const hx_options *opt, hx_err *err)
 {
     hx_store_opt store = {
         .slot_bytes = opt->vram_bytes,
@@ -270,6 +270,15 @@ static int open_experts(hx_engine *e, const hx_options *opt, hx_err *err)
     if (need <= store.slot_bytes)
         return hx_model_place(e->model, e->dev, HX_PLACE_ROUTED, err);
     return hx_store_open(&e->model->store, e->model, e->dev, &store, err);
+}
+
+static int open_experts(hx_engine *e, const hx_options *opt, hx_err *err)
+{
+    const int rc = place_experts(e, opt, err);
+
+    if (rc == 0 && e->model->store != NULL)
+        hx_store_report(e->model->store, &e->experts);
+    return rc;
 }
 
 /* Rows of a prefill chunk. A GPU that cannot hold all experts has them brought to it once

@@ -1,0 +1,90 @@
+/* plan.c - hoist plan: what a model takes of this machine's memories, what an expert costs on
+ * each way, and the speed that follows. Opens the engine, so what it says is measured, and
+ * what cannot fit is refused as serve would. */
+#include "cli/cli.h"
+
+/* The step of one stream when part of its experts is missing: the longer side of the best
+ * split, as op plan would choose it for all layers at once. */
+static double step_ms(const hx_experts *x, double picks, double hit, const char **limit)
+{
+    const double missing = picks * (1 - hit), rest = picks * hit * x->us[0];
+    double best = missing * x->us[1];
+
+    *limit = "link";
+    for (double lane = 0; x->us[2] > 0 && lane <= missing; lane += 1) {
+        const double cpu = lane * x->us[2], gpu = (missing - lane) * x->us[1];
+
+        if (HX_MAX(cpu, gpu) < best) {
+            best = HX_MAX(cpu, gpu);
+            *limit = cpu >= gpu ? "CPU lane" : "link";
+        }
+    }
+    return (best + rest) / 1e3;
+}
+
+static void line(const char *name, uint64_t bytes)
+{
+    char text[32];
+
+    cli_bytes(text, bytes);
+    printf("  %-40s %s\n", name, text);
+}
+
+static void print_experts(const hx_experts *x, const hx_info *info)
+{
+    const double layers = (double)x->n_expert / HX_MAX(info->n_expert, 1),
+                 picks = layers * info->n_expert_active,
+                 share = (double)x->n_slot / HX_MAX(x->n_expert, 1);
+
+    line("experts in GPU memory (slots)", (uint64_t)x->n_slot * x->expert_bytes);
+    line("experts in host memory", (uint64_t)x->n_expert * x->expert_bytes);
+    printf("an expert of %.2f MB costs, measured now:\n", (double)x->expert_bytes / 1e6);
+    printf("  in GPU memory %.1f us, over the link %.1f us (%.1f GB/s)", x->us[0],
+           x->us[1], (double)x->expert_bytes / x->us[1] / 1e3);
+    if (x->us[2] > 0)
+        printf(
+            ", on the CPU %.1f us (%.1f GB/s) and %.1f us for each row more, %.0f us to "
+            "post",
+            x->us[2], (double)x->expert_bytes / x->us[2] / 1e3, x->us[3], x->us[4]);
+    printf("\na token picks %.0f experts in %.0f layers; %d of %d have a slot\n", picks,
+           layers, x->n_slot, x->n_expert);
+    const double hits[] = { share, 0.4, 0.6 };
+    for (size_t i = 0; i < HX_LEN(hits); i++) {
+        const char *limit;
+        const double ms = step_ms(x, picks, hits[i], &limit);
+
+        if (i == 0 || hits[i] > share)
+            printf(
+                "  %2.0f %% hits%s: experts take %.1f ms of a step, at most %.1f tok/s; "
+                "the %s limits\n",
+                100 * hits[i], i == 0 ? " (even picks)" : "", ms, 1e3 / HX_MAX(ms, 1e-3),
+                limit);
+    }
+}
+
+int cmd_plan(const hx_cli *c)
+{
+    hx_engine *e;
+    hx_experts x;
+    hx_info info;
+    int rc;
+
+    if ((rc = cli_open_engine(&e, c, NULL, NULL)) != 0)
+        return rc;
+    hx_get_info(e, &info);
+    hx_get_experts(e, &x);
+    printf("%s on %s\n", info.name, info.device);
+    line("weights", info.weight_bytes);
+    line("sequence memory", info.cache_bytes);
+    line("workspace", info.work_bytes);
+    if (info.device_bytes > 0)
+        line("of the device, before routed experts", info.device_bytes);
+    printf("  %-40s %lld tokens, %d at a time\n", "context", (long long)info.ctx_tokens,
+           info.max_streams);
+    if (x.n_slot > 0 || x.n_expert > 0)
+        print_experts(&x, &info);
+    else
+        printf("all weights lie where they are computed with: no expert moves\n");
+    hx_close(e);
+    return 0;
+}
