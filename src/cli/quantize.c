@@ -271,8 +271,8 @@ static int convert(job *j, int64_t i, hx_err *err)
 
         if ((rc = hx_exl3_encode(&e, j->pool, &out, err)) == 0 &&
             (rc = qz_out_unit(&j->plan, u, out.trellis, out.suh, out.svh, err)) == 0)
-            rc = qz_out_note(&j->out, err, "unit %lld %.17g %.17g", (long long)i, out.proxy,
-                             out.mse);
+            rc = qz_out_note(&j->out, err, "unit %lld %.17g %.17g", (long long)i,
+                             out.proxy, out.mse);
         if (rc != 0 && err->msg[0] != '\0' && strncmp(err->msg, "EXL3", 4) == 0) {
             const hx_err inner = *err;
 
