@@ -223,6 +223,11 @@ void hx_pool_set_spin(hx_pool *p, int64_t spin_us);
     X(park_disk_bytes, "gauge", "Bytes that kept states and pages take on disk.")        \
     X(preemptions_total, "counter", "Running requests parked for others.")               \
     X(expert_rows_total, "counter", "Rows computed by routed experts.")                  \
+    X(experts_here_total, "counter", "Experts of decode steps read in GPU memory.")      \
+    X(experts_link_total, "counter", "Experts of decode steps read over the link.")      \
+    X(experts_lane_total, "counter", "Experts of decode steps computed on the CPU.")     \
+    X(experts_moved_total, "counter", "Experts moved into GPU memory.")                  \
+    X(experts_evicted_total, "counter", "Experts that lost their place there.")          \
     X(http_requests_total, "counter", "HTTP requests read.")                             \
     X(http_errors_total, "counter", "HTTP answers with a status of 400 and above.")      \
     X(http_connections, "gauge", "Open HTTP connections.")

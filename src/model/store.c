@@ -349,9 +349,11 @@ static int move_in(hx_store *s, int64_t item, int32_t slot, hx_err *err)
     int rc;
 
     s->stats.pushed++;
+    hx_count(HX_C_experts_moved_total, 1);
     s->stats.push_bytes += s->record_bytes;
     if (was >= 0) {
         s->stats.evicted++;
+        hx_count(HX_C_experts_evicted_total, 1);
         if ((rc = announce(s, was, -1, err)) != 0 ||
             (rc = hx_dev_hold_push(s->dev, err)) != 0)
             return rc;
@@ -596,6 +598,9 @@ static void count_layer(hx_store *s, int64_t layer, int64_t picks, int64_t *want
 {
     const int32_t *log = (const int32_t *)s->log.p + layer * s->max_pick;
     int64_t *const by_side[] = { &s->stats.here, &s->stats.link, &s->stats.lane };
+    static const hx_counter counter[] = { HX_C_experts_here_total,
+                                          HX_C_experts_link_total,
+                                          HX_C_experts_lane_total };
 
     s->stats.picks += picks;
     for (int64_t p = 0; p < picks; p++) {
@@ -608,6 +613,7 @@ static void count_layer(hx_store *s, int64_t layer, int64_t picks, int64_t *want
         if (again || id >= s->n_expert || side > HX_SIDE_LANE)
             continue;
         ++*by_side[side];
+        hx_count(counter[side], 1);
         hx_clock_touch(&s->clock, item);
         if (s->clock.slot[item] < 0 && *n_wanted < MOVE_MAX)
             wanted[(*n_wanted)++] = item;
