@@ -42,7 +42,7 @@ sed -i 's/"dtype": "F16"/"dtype": "I16"/' "$tmp/odd/model.safetensors"
 refuse bad_dtype 'lm_head\.weight: .*I16' "$tmp/odd" "$tmp/x" --bits 4 --calib none
 
 # Broken off after the sixth matrix, then resumed; and in one go.
-quantize "$tmp/killed" --bits 5 >"$tmp/log" 2>&1 &
+"$hoist" quantize "$tmp/mini" "$tmp/killed" --bits 5 --threads 1 --calib "$tmp/mini/calib.json" >"$tmp/log" 2>&1 &
 pid=$!
 for _ in $(seq 600); do
     [ "$(grep -cs '^unit' "$tmp/killed/.quantize/journal")" -ge 6 ] 2>/dev/null && break
