@@ -10,7 +10,7 @@ command -v python3 >/dev/null || { echo "SKIP serving: no python3"; exit 0; }
 ulimit -Sn 4500
 demo=models/demo-exl3
 tmp=$(mktemp -d)
-start_server "$build" $demo --streams 64 --ctx 4096 --record "$tmp/record" --quiet || exit 1
+start_server "$build" $demo --streams 64 --ctx 4096 --park-ram 16MB --record "$tmp/record" --quiet || exit 1
 python3 tests/serving.py "$port" "$seconds" "$tmp/record" || status=1
 kill $server
 wait $server || { echo "not ok serving_drain: exit status $?"; status=1; }
