@@ -895,6 +895,7 @@ int hx_anthropic_messages(hx_call *c)
         return hx_turns_rename(c, names, rc);
     if (m->req.stream)
         begin_stream(m);
+    hx_gen_set_id(gen, m->id);
     return hx_gen_start(gen, &(hx_gen_sink) { .event = on_event,
                                               .end = on_end,
                                               .ud = m,

@@ -624,6 +624,7 @@ int hx_responses_start(hx_responder *r, const hx_item *input, size_t n_input)
         hx_gen_close(r->gen);
         return rc;
     }
+    hx_gen_set_id(r->gen, r->id);
     return hx_gen_start(r->gen, &(hx_gen_sink) { .event = on_event,
                                                  .end = on_end,
                                                  .ud = r,
