@@ -1021,7 +1021,7 @@ typedef struct {
  * workers: one that sleeps or lost its CPU delays nothing. */
 struct hx_pool {
     int n;
-    int64_t spin_us;
+    _Atomic int64_t spin_us;
     pool_worker *worker; /* [n - 1] */
     int *cpu;            /* [n] or NULL */
     bool pinned;         /* the caller: */
