@@ -118,6 +118,7 @@ typedef struct {
         size_t scratch_bytes;
         int *ticket;
         cudaEvent_t fork, join;
+        bool on; /* operations go there now */
     } side; /* what operations beside the stream have instead of these; or, while they are
              * launched, what the others have */
     hx_cuda_stage stage[HX_CUDA_STAGES];

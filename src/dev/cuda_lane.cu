@@ -278,9 +278,12 @@ static int link_side(hx_dev *d, bool side, hx_err *err)
     hx_cuda *c = current(d);
     cudaError_t rc = cudaSuccess;
 
+    if (side == c->side.on)
+        return 0;
     if (side && (rc = cudaEventRecord(c->side.fork, c->stream)) == cudaSuccess)
         rc = cudaStreamWaitEvent(c->side.stream, c->side.fork, 0);
     change_sides(c);
+    c->side.on = side;
     return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "side", rc);
 }
 

@@ -275,7 +275,9 @@ int hx_graph_resume(hx_graph *g, const hx_batch *b, int64_t next, hx_err *err)
     c->drawn = (hx_buf) { 0 };
     if (g->draw != NULL && b->phase == HX_PHASE_DECODE && (rc = draw_all(g, b, err)) != 0)
         return rc;
-    if ((rc = hx_dev_put(g->dev, g->id, b->id, n_id * sizeof *b->id, err)) != 0)
+    /* A call that failed may have left the device on its side. */
+    if ((rc = hx_dev_side(g->dev, false, err)) != 0 ||
+        (rc = hx_dev_put(g->dev, g->id, b->id, n_id * sizeof *b->id, err)) != 0)
         return rc;
     return hx_dev_put(g->dev, g->span, b->rows.span, n_span * sizeof(hx_span), err);
 }
