@@ -618,16 +618,16 @@ static int score_chunk(hx_stream *s, hx_err *err)
  * come to where they part: s waits, to go on from there. */
 static bool is_being_read(const hx_engine *e, const hx_stream *s)
 {
-    for (int32_t i = 0; i < e->n_run && !s->planned; i++) {
+    if (s->planned || s->score != NULL || e->reuse->mode == HX_PREFIX_OFF)
+        return false;
+    for (int32_t i = 0; i < e->n_run; i++) {
         const hx_stream *r = e->run[i];
-        int64_t n = 0;
+        const int64_t n = HX_MAX(r->n_done + 1, HX_PAGE);
 
-        if (r->state != HX_SEQ_PREFILL || !r->planned || r->score != NULL ||
-            r->req.no_store || r->req.priority < s->req.priority)
-            continue;
-        while (n < HX_MIN(r->n_prompt, s->n_prompt) && r->token[n] == s->token[n])
-            n++;
-        if (n >= HX_PAGE && r->n_done < HX_MIN(n, r->n_prompt - 1))
+        if (r->state == HX_SEQ_PREFILL && r->planned && r->score == NULL &&
+            !r->req.no_store && r->req.priority >= s->req.priority &&
+            n <= HX_MIN(r->n_prompt, s->n_prompt) &&
+            memcmp(r->token, s->token, (size_t)n * sizeof *s->token) == 0)
             return true;
     }
     return false;
