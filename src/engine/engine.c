@@ -261,10 +261,14 @@ static int place_experts(hx_engine *e, const hx_options *opt, hx_err *err)
         (rc = hx_model_place_bytes(e->model, HX_PLACE_ROUTED, &need, err)) != 0 ||
         need == 0)
         return rc;
-    if (hx_dev_is_host(e->dev))
-        return opt->vram_bytes == 0
+    if (hx_dev_is_host(e->dev) && opt->vram_bytes == 0)
+        return store.mode == HX_MODE_AUTO
                    ? 0
-                   : hx_store_open(&e->model->store, e->model, e->dev, &store, err);
+                   : hx_fail(err, HX_EARG,
+                             "mode gpu-only: device %s has no GPU; add --device cuda",
+                             e->dev->ops->name);
+    if (hx_dev_is_host(e->dev))
+        return hx_store_open(&e->model->store, e->model, e->dev, &store, err);
     if ((rc = memory_left(e, opt, &store.slot_bytes, err)) != 0)
         return rc;
     if (need <= store.slot_bytes)

@@ -202,6 +202,7 @@ static void test_refusals(void **state)
     } bad[] = {
         { { .vram_bytes = 1, .ram_bytes = 1000 }, HX_ENOMEM, "raise --ram" },
         { { .vram_bytes = 1, .mode = "cpu" }, HX_EARG, "auto and gpu-only" },
+        { { .mode = "gpu-only" }, HX_EARG, "has no GPU" },
     };
 
     (void)state;
