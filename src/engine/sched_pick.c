@@ -71,8 +71,16 @@ static int64_t chunk_blocks(const hx_costs *c, const hx_pick_state *s, float ste
     int64_t b = one > 0 ? HX_MIN(c->n_block, s->left) : 1;
 
     while (b > 1 && longest_layer(c, b) > most)
-        b--;
+        b -= (b + 15) / 16;
     return HX_MAX(b, 1);
+}
+
+/* As few chunks as there can be, and these alike: each has its price. */
+static int64_t even_blocks(const hx_costs *c, const hx_pick_state *s)
+{
+    const int64_t chunks = HX_MAX((s->left + c->n_block - 1) / c->n_block, 1);
+
+    return (s->left + chunks - 1) / chunks;
 }
 
 static int64_t whole_layers(const hx_costs *c, const hx_pick_state *s, int64_t blocks,
@@ -97,8 +105,7 @@ hx_pick hx_sched_pick_next(const hx_costs *c, const hx_pick_state *s)
     if (!s->prefill)
         return (hx_pick) { .kind = HX_PICK_DECODE };
     if (s->n_decode == 0)
-        return (hx_pick) { HX_PICK_PREFILL,
-                           s->blocks > 0 ? s->blocks : HX_MIN(c->n_block, s->left),
+        return (hx_pick) { HX_PICK_PREFILL, s->blocks > 0 ? s->blocks : even_blocks(c, s),
                            c->n_layer - s->layer };
     if (step == 0) /* nothing is known of decode yet */
         return (hx_pick) { .kind = HX_PICK_DECODE };

@@ -344,10 +344,13 @@ static void test_edges(void **state)
     assert_int_equal(hx_sched_pick_next(&c, &s).kind, HX_PICK_NOTHING);
     s.n_decode = 1;
     assert_int_equal(hx_sched_pick_next(&c, &s).kind, HX_PICK_DECODE);
-    /* Alone: the longest chunk, all layers; a short prompt takes what it has. */
-    s = (hx_pick_state) { .share = 0.5f, .prefill = true, .left = 9 };
+    /* Alone: the longest chunk, all layers; what is a little more makes two alike; a short
+     * prompt takes what it has. */
+    s = (hx_pick_state) { .share = 0.5f, .prefill = true, .left = 3 * N_BLOCK };
     p = hx_sched_pick_next(&c, &s);
     assert_true(p.kind == HX_PICK_PREFILL && p.blocks == N_BLOCK && p.layers == N_LAYER);
+    s.left = N_BLOCK + 1;
+    assert_int_equal(hx_sched_pick_next(&c, &s).blocks, N_BLOCK / 2 + 1);
     s.left = 2;
     assert_int_equal(hx_sched_pick_next(&c, &s).blocks, 2);
     s.blocks = 3;
