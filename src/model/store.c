@@ -619,8 +619,9 @@ static int admit(hx_store *s, const int64_t *wanted, int64_t n, hx_err *err)
     int64_t left = MOVE_STEP;
 
     for (int64_t i = 0; i < n && s->n_move < HX_MOVE_MAX && left > 0; i++) {
+        const bool came = s->clock.slot[wanted[i]] >= 0; /* back from a lent slot */
         const int32_t slot =
-            s->clock.n_slot > 0 ? hx_clock_find(&s->clock, wanted[i]) : -1;
+            s->clock.n_slot > 0 && !came ? hx_clock_find(&s->clock, wanted[i]) : -1;
 
         if (slot < 0)
             continue;
