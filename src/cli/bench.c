@@ -9,7 +9,9 @@
 #include "cli/bench.h"
 
 #define REPEATS 5
+#define LONG_US (6 * 1000000LL)
 #define SHORT   32 /* context of decode where none is asked for */
+#define LENGTHS 16
 
 /* ---- report ------------------------------------------------------------- */
 
@@ -231,54 +233,73 @@ static int decode_round(bench_run *b, int n, const int32_t *ids, int64_t depth, 
     return 0;
 }
 
+/* Measurements that take long are repeated less often. */
+static bool again(int n, int64_t start_us)
+{
+    return n < REPEATS && (n < 2 || hx_now_us() - start_us < LONG_US);
+}
+
 static int decode_at(bench_run *b, int n, int64_t depth, hx_err *err)
 {
     int32_t *ids = hx_new(int32_t, n * depth);
-    double rate[REPEATS], all, seconds = 0;
+    double rate[REPEATS + 1], seconds = 0; /* the first run warms up */
     hx_experts before, after;
     char name[64];
-    int rc = ids == NULL ? hx_fail(err, HX_ENOMEM, "bench: no memory") : 0;
+    int rc = ids == NULL ? hx_fail(err, HX_ENOMEM, "bench: no memory") : 0, k = 0;
 
-    for (int k = -1; rc == 0 && k < REPEATS; k++) { /* the first run warms up */
-        if (k < 0 || depth == SHORT)
+    for (int64_t start = hx_now_us(); rc == 0 && again(k - 1, start); k++) {
+        if (k == 0 || depth == SHORT)
             bench_random_ids(&b->info, b->seed + (uint64_t)(k * 64 + 7 * depth), ids,
                              n * depth);
         hx_get_experts(b->e, &before); /* of the last run */
-        rc = decode_round(b, n, ids, depth, k, k >= 0 ? &rate[k] : &all, &seconds, err);
+        rc = decode_round(b, n, ids, depth, k, &rate[k], &seconds, err);
+        if (k == 0)
+            start = hx_now_us();
     }
     hx_free(ids);
     if (rc != 0)
         return rc;
-    if (depth == SHORT)
-        snprintf(name, sizeof name, "decode, %d stream%s", n, n > 1 ? "s" : "");
-    else
+    snprintf(name, sizeof name, "decode, %d stream%s", n, n > 1 ? "s" : "");
+    if (depth != SHORT)
         snprintf(name, sizeof name, "decode, %d stream%s at %lld", n, n > 1 ? "s" : "",
                  (long long)depth);
-    bench_figure(b->out, name, "tok/s", rate, REPEATS);
+    bench_figure(b->out, name, "tok/s", rate + 1, k - 1);
     hx_get_experts(b->e, &after);
     if (after.n_slot > 0)
         bench_lanes(b->out, name, &before, &after, seconds);
     return 0;
 }
 
+/* The numbers of --tokens, or those of other; returns how many, or an error. */
+static int lengths_of(const bench_run *b, const char *other, int64_t out[LENGTHS],
+                      hx_err *err)
+{
+    const char *p = b->c->tokens != NULL ? b->c->tokens : other;
+    int n = 0;
+
+    for (char *end; *p != '\0'; p = end + (*end == ',')) {
+        out[n] = strtoll(p, &end, 10);
+        if (end == p || (*end != ',' && *end != '\0') || out[n] < 1 ||
+            out[n] > INT32_MAX || ++n == LENGTHS)
+            return hx_fail(err, HX_EARG,
+                           "--tokens %.60s: expected numbers, fewer than %d, like "
+                           "32,32768",
+                           b->c->tokens, LENGTHS);
+    }
+    return n;
+}
+
 static int bench_decode(bench_run *b, hx_err *err)
 {
     static const int streams[] = { 1, 2, 4, 8 };
-    const char *p = b->c->depth != NULL ? b->c->depth : "32";
-    int rc = 0;
+    int64_t depth[LENGTHS];
+    const int n = lengths_of(b, "32", depth, err);
+    int rc = HX_MIN(n, 0);
 
-    while (rc == 0 && *p != '\0') {
-        char *end;
-        const long long depth = strtoll(p, &end, 10);
-
-        if (end == p || (*end != ',' && *end != '\0') || depth < 1)
-            return hx_fail(err, HX_EARG, "--depth %.60s: expected numbers, like 32,32768",
-                           b->c->depth);
+    for (int d = 0; d < n; d++)
         for (size_t i = 0;
              rc == 0 && i < HX_LEN(streams) && streams[i] <= b->info.max_streams; i++)
-            rc = decode_at(b, streams[i], depth, err);
-        p = end + (*end == ',');
-    }
+            rc = decode_at(b, streams[i], depth[d], err);
     return rc;
 }
 
@@ -318,44 +339,44 @@ static int prefill_parts(bench_run *b, const char *what, bench_stream *s, uint64
     return 0;
 }
 
-static int bench_prefill(bench_run *b, hx_err *err)
+static int prefill_of(bench_run *b, int64_t n, hx_err *err)
 {
-    static const int64_t lengths[] = { 20, 100, 512, 2048, 8192, 32768 };
-    int32_t *ids = hx_new(int32_t, 32768);
-    int rc = ids == NULL ? hx_fail(err, HX_ENOMEM, "bench: no memory") : 0;
+    int32_t *ids = hx_new(int32_t, n);
+    double rate[REPEATS + 1], ms[REPEATS + 1]; /* the first run warms up */
+    bench_stream s = { .ids = ids, .n_ids = n, .max_new = 1 };
+    hx_experts before, after;
+    char name[64];
+    int rc = ids == NULL ? hx_fail(err, HX_ENOMEM, "bench: no memory") : 0, k = 0;
 
-    for (size_t i = 0; rc == 0 && i < HX_LEN(lengths) && lengths[i] < b->info.ctx_tokens;
-         i++) {
-        const int64_t n = lengths[i];
-        double rate[REPEATS], ms[REPEATS];
-        bench_stream s = { .ids = ids, .n_ids = n, .max_new = 1 };
-        hx_experts before, after;
-        char name[64];
-
-        for (int k = -1; rc == 0 && k < REPEATS; k++) {
-            double us;
-
-            bench_random_ids(&b->info, b->seed + 1000 * (i + 1) + (uint64_t)k, ids, n);
-            hx_get_experts(b->e, &before);
-            rc = bench_streams(b->e, &s, 1, NULL, NULL, err);
-            us = (double)HX_MAX(s.times.first_us - s.times.queued_us, 1);
-            if (k >= 0) {
-                rate[k] = (double)n / us * 1e6;
-                ms[k] = us / 1e3;
-            }
-        }
-        if (rc != 0)
-            break;
+    for (int64_t start = hx_now_us(); rc == 0 && again(k - 1, start); k++) {
+        bench_random_ids(&b->info, b->seed + (uint64_t)(1000 * n + k), ids, n);
+        hx_get_experts(b->e, &before);
+        rc = bench_streams(b->e, &s, 1, NULL, NULL, err);
+        ms[k] = (double)HX_MAX(s.times.first_us - s.times.queued_us, 1) / 1e3;
+        rate[k] = (double)n / ms[k] * 1e3;
+    }
+    if (rc == 0) {
         hx_get_experts(b->e, &after);
-        snprintf(name, sizeof name, "prefill, %lld tokens", (long long)n);
-        bench_figure(b->out, name, "tok/s", rate, REPEATS);
-        bench_random_ids(&b->info, b->seed + 1000 * (i + 1) + REPEATS, ids, n);
-        rc = prefill_parts(b, name, &s, after.stage_bytes - before.stage_bytes,
-                           ms[REPEATS - 1], err);
         snprintf(name, sizeof name, "time to first token, %lld tokens", (long long)n);
-        bench_figure(b->out, name, "ms", ms, REPEATS);
+        bench_figure(b->out, name, "ms", ms + 1, k - 1);
+        snprintf(name, sizeof name, "prefill, %lld tokens", (long long)n);
+        bench_figure(b->out, name, "tok/s", rate + 1, k - 1);
+        bench_random_ids(&b->info, b->seed + (uint64_t)(1000 * n + k), ids, n);
+        rc = prefill_parts(b, name, &s, after.stage_bytes - before.stage_bytes, ms[k - 1],
+                           err);
     }
     hx_free(ids);
+    return rc;
+}
+
+static int bench_prefill(bench_run *b, hx_err *err)
+{
+    int64_t length[LENGTHS];
+    const int n = lengths_of(b, "20,100,512,2048,8192,32768", length, err);
+    int rc = HX_MIN(n, 0);
+
+    for (int i = 0; rc == 0 && i < n && length[i] < b->info.ctx_tokens; i++)
+        rc = prefill_of(b, length[i], err);
     return rc;
 }
 

@@ -204,9 +204,10 @@ static const option options[] = {
     { "--protocol", "NAME",
       "random-prefill, greedy-decode, decode-32k, evenness, structured or prose", OPT_STR,
       AT(protocol), 0, BENCH, 0, 0 },
-    { "--depth", "N[,N]",
-      "of bench decode: context that is there before the tokens that count (32)", OPT_STR,
-      AT(depth), 0, BENCH, 0, 0 },
+    { "--tokens", "N[,N]",
+      "of bench prefill: lengths of prompts; of bench decode: tokens that are there "
+      "first",
+      OPT_STR, AT(tokens), 0, BENCH, 0, 0 },
     { "--files", "GLOB[,GLOB]", "only these files (all)", OPT_STR, AT(files), 0,
       PULL | SERVE, 0, 0 },
     { "--pull", "REPO[@REV]", "first download this into MODEL, an empty folder", OPT_STR,
