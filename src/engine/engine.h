@@ -261,7 +261,7 @@ struct hx_engine {
     hx_buf out_id, out_logprob, out_top, out_scratch;
     float *score_logit, *score_hidden; /* [HX_SCORE_ROWS, N], [HX_SCORE_ROWS, D] */
     struct hx_reuse *reuse;
-    hx_op_time times[HX_OP_TIMES];
+    hx_op_time times[HX_OP_TIMES]; /* hx_dev.times */
     _Atomic bool profile;
 };
 
