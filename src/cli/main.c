@@ -676,7 +676,8 @@ int main(int argc, char **argv)
     }
     c.no_canary = c.no_canary || cmd->bit != SERVE;
     if (cmd->bit == BENCH && c.prefix == NULL &&
-        (c.what == NULL || strcmp(c.what, "serve") != 0))
+        (c.what == NULL || (strcmp(c.what, "serve") != 0 &&
+                            (strcmp(c.what, "decode") != 0 || c.tokens == NULL))))
         c.prefix = "off"; /* what is measured is computed */
     if (c.prefix != NULL && strcmp(c.prefix, "reuse") != 0 &&
         strcmp(c.prefix, "strict") != 0 && strcmp(c.prefix, "off") != 0) {
