@@ -67,30 +67,29 @@ static void carve_call(carver *w, const hx_desc *d, int kind, int64_t rows,
                   mla = d->q_rank + d->latent + 2 * d->index_width + d->index_heads;
     const struct {
         hx_buf *b;
-        int64_t floats[N_KIND];
+        int64_t any, of[N_KIND]; /* floats of a row, whatever the kind, and by kind */
     } want[] = {
-        { &c->x, { d->width, d->width, d->width, d->width } },
-        { &c->y, { d->width, d->width, d->width, d->width } },
-        { &c->post, { d->streams, d->streams, d->streams, d->streams } },
-        { &c->comb,
-          { d->streams * d->streams, d->streams * d->streams, d->streams * d->streams,
-            d->streams * d->streams } },
-        { &c->a, { 3 * hk, heads, d->dense_width, d->shared_width } },
-        { &c->b, { 3 * hk, hz, d->dense_width, d->shared_width } },
-        { &c->c, { hk, hz, 0, 0 } },
-        { &c->e, { hk, d->index_heads * d->index_width, 0, 0 } },
-        { &c->g, { hk, 0, 0, 0 } },
-        { &c->small, { d->kda_width + d->kda_heads, mla, 0, 0 } },
-        { &c->pick, { 0, d->index_topk, 0, 0 } },
-        { &c->n_pick, { 0, 1, 0, 0 } },
-        { &c->part, { 0, 0, 0, d->n_active * d->width } },
-        { &c->route_id, { 0, 0, 0, d->n_active } },
-        { &c->route_w, { 0, 0, 0, d->n_active } },
-        { &c->route_score, { 0, 0, 0, d->n_expert } },
+        { &c->x, d->width, { 0 } },
+        { &c->y, d->width, { 0 } },
+        { &c->post, d->streams, { 0 } },
+        { &c->comb, d->streams * d->streams, { 0 } },
+        { &c->a, 0, { 3 * hk, heads, d->dense_width, d->shared_width } },
+        { &c->b, 0, { 3 * hk, hz, d->dense_width, d->shared_width } },
+        { &c->c, 0, { hk, hz } },
+        { &c->e, 0, { hk, d->index_heads * d->index_width } },
+        { &c->g, 0, { hk } },
+        { &c->small, 0, { d->kda_width + d->kda_heads, mla } },
+        { &c->pick, 0, { [MLA] = d->index_topk } },
+        { &c->n_pick, 0, { [MLA] = 1 } },
+        { &c->part, 0, { [MOE] = d->n_active * d->width } },
+        { &c->route_id, 0, { [MOE] = d->n_active } },
+        { &c->route_w, 0, { [MOE] = d->n_active } },
+        { &c->route_score, 0, { [MOE] = d->n_expert } },
     };
 
     for (size_t i = 0; i < HX_LEN(want); i++)
-        *want[i].b = carve(w, (size_t)(rows * want[i].floats[kind]) * sizeof(float));
+        *want[i].b = carve(w, (size_t)rows * sizeof(float) *
+                                  (size_t)(want[i].any + want[i].of[kind]));
 }
 
 static size_t call_bytes(const hx_desc *d, int kind, int64_t rows)

@@ -71,6 +71,7 @@ static int lend_from(hx_store *s, int32_t first, hx_err *err)
     }
     s->clock.n_slot = first;
     s->clock.hand = 0;
+    hx_store_drop_moves(s, first);
     l->stage[0].layer = l->stage[1].layer = -1;
     if ((rc = hx_dev_push_mark(s->dev, &pushes, err)) != 0)
         return rc;

@@ -304,13 +304,21 @@ static int settle(hx_store *s, hx_err *err)
         const struct hx_move m = s->move[0];
 
         memmove(s->move, s->move + 1, (size_t)--s->n_move * sizeof *s->move);
-        if (s->clock.slot[m.item] != m.slot)
-            continue; /* the slot was lent meanwhile */
         const int rc = hx_store_announce(s, m.item, m.slot, err);
         if (rc != 0)
             return rc;
     }
     return 0;
+}
+
+void hx_store_drop_moves(hx_store *s, int32_t first)
+{
+    int n = 0;
+
+    for (int i = 0; i < s->n_move; i++)
+        if (s->move[i].slot < first)
+            s->move[n++] = s->move[i];
+    s->n_move = n;
 }
 
 /* Cut where two locked ranges meet: no copy may cross that. */
