@@ -72,7 +72,7 @@ static hx_stream *ask(hx_engine *e, int64_t n, int64_t n_new)
     return s;
 }
 
-/* Reads up to n tokens of an answer, or all. */
+/* Reads n tokens of an answer, or more where they came together. */
 static int read_some(hx_stream *s, int32_t *token, int n, hx_event *ev)
 {
     int have = 0;
@@ -80,7 +80,7 @@ static int read_some(hx_stream *s, int32_t *token, int n, hx_event *ev)
     while (have < n && hx_next(s, ev, 60000) == 1 && ev->kind != HX_EV_DONE) {
         if (ev->kind == HX_EV_ERROR)
             fail_msg("%s", ev->err.msg);
-        for (int i = 0; i < ev->n_tokens && have < n; i++)
+        for (int i = 0; i < ev->n_tokens; i++)
             token[have++] = ev->tokens[i];
     }
     return have;

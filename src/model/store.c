@@ -304,6 +304,8 @@ static int settle(hx_store *s, hx_err *err)
         const struct hx_move m = s->move[0];
 
         memmove(s->move, s->move + 1, (size_t)--s->n_move * sizeof *s->move);
+        if (s->clock.slot[m.item] != m.slot)
+            continue; /* somebody else has the slot by now */
         const int rc = hx_store_announce(s, m.item, m.slot, err);
         if (rc != 0)
             return rc;
