@@ -763,11 +763,15 @@ static int first_of_kept(hx_engine *e, hx_stream *s, hx_err *err)
 }
 
 /* One layer, with what it took. A device that works on its own is waited for where the
- * clock is needed: while decode waits too, in one chunk of eight, and at a chunk's end. */
+ * clock is needed: while decode waits too, at a chunk's end, and of chunks alone in the first
+ * of a length and one of eight. */
 static int chunk_step(hx_engine *e, bool share, hx_err *err)
 {
-    const int64_t start = hx_now_us(), l = e->chunk_layer;
-    const bool host = hx_dev_is_host(e->dev), measure = share || e->next_turn % 8 == 0;
+    const int64_t start = hx_now_us(), l = e->chunk_layer,
+                  blocks = pages_of(e->chunk_rows);
+    const bool host = hx_dev_is_host(e->dev),
+               measure = share || e->next_turn % 8 == 0 ||
+                         e->costs.layer[l * e->costs.n_block + blocks - 1] == 0;
     int32_t any;
     int rc;
 
@@ -780,8 +784,8 @@ static int chunk_step(hx_engine *e, bool share, hx_err *err)
     e->chunk_layer++;
     hx_health_beat(e);
     if (host || measure)
-        hx_sched_pick_read(&e->costs, &e->pick, l, pages_of(e->chunk_rows),
-                           e->chunk_rows % HX_PAGE == 0, (float)us);
+        hx_sched_pick_read(&e->costs, &e->pick, l, blocks, e->chunk_rows % HX_PAGE == 0,
+                           (float)us);
     return 0;
 }
 

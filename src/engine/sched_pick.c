@@ -38,20 +38,35 @@ static float expect(const float *by_rows, int32_t rows)
     return 0;
 }
 
-/* A layer of a chunk, in proportion to the nearest length seen; 0: none was. */
+/* A layer of a chunk: between two lengths seen, or in proportion to the only one; 0: none
+ * was. */
 static float expect_layer(const hx_costs *c, int64_t layer, int64_t blocks)
 {
     const float *by_blocks = c->layer + layer * c->n_block;
+    int64_t less = blocks, more = blocks;
 
-    for (int64_t d = 0; d < c->n_block; d++) {
-        const int64_t less = blocks - d, more = blocks + d;
+    while (less >= 1 && by_blocks[less - 1] == 0)
+        less--;
+    while (more <= c->n_block && by_blocks[more - 1] == 0)
+        more++;
+    if (less < 1 && more > c->n_block)
+        return 0;
+    if (less < 1)
+        return by_blocks[more - 1] * (float)blocks / (float)more;
+    if (less == blocks || more > c->n_block)
+        return by_blocks[less - 1] * (float)blocks / (float)less;
+    return by_blocks[less - 1] + (by_blocks[more - 1] - by_blocks[less - 1]) *
+                                     (float)(blocks - less) / (float)(more - less);
+}
 
-        if (less >= 1 && by_blocks[less - 1] > 0)
-            return by_blocks[less - 1] * (float)blocks / (float)less;
-        if (more <= c->n_block && by_blocks[more - 1] > 0)
-            return by_blocks[more - 1] * (float)blocks / (float)more;
-    }
-    return 0;
+/* The longest chunk whose cost is known. */
+static int64_t longest_seen(const hx_costs *c)
+{
+    int64_t b = c->n_block;
+
+    while (b > 0 && c->layer[b - 1] == 0)
+        b--;
+    return b;
 }
 
 static float longest_layer(const hx_costs *c, int64_t blocks)
@@ -64,14 +79,19 @@ static float longest_layer(const hx_costs *c, int64_t blocks)
 }
 
 /* The longest chunk that none of its layers makes wait too long. Where one block does so
- * already, because weights come over a link, say, more of them may hardly cost more. */
+ * already, because weights come over a link, say, more of them may hardly cost more: chunks
+ * get longer until that is known. */
 static int64_t chunk_blocks(const hx_costs *c, const hx_pick_state *s, float step)
 {
-    const float one = longest_layer(c, 1), most = HX_MAX(step * SLICE, one * HARDLY);
-    int64_t b = one > 0 ? HX_MIN(c->n_block, s->left) : 1;
+    const float one = longest_layer(c, 1), slice = step * SLICE,
+                most = HX_MAX(slice, one * HARDLY);
+    const int64_t all = HX_MIN(c->n_block, s->left);
+    int64_t b = one > 0 ? all : 1;
 
     while (b > 1 && longest_layer(c, b) > most)
         b -= (b + 15) / 16;
+    if (one > slice && b >= longest_seen(c))
+        b = HX_MIN(2 * b, all);
     return HX_MAX(b, 1);
 }
 
