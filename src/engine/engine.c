@@ -205,17 +205,26 @@ static int store_mode(const char *name, hx_store_mode *out, hx_err *err)
                          name);
 }
 
-/* Device memory that is left for routed experts: of what the caller gives, or of what is
- * free now but for a margin that other programs and the driver may take. */
+/* Device memory that is free now but for a margin that other programs and the driver may
+ * take. */
+static int memory_safe(hx_engine *e, uint64_t *safe, hx_err *err)
+{
+    uint64_t free_bytes, total;
+    const int rc = hx_dev_memory(e->dev, &free_bytes, &total, err);
+
+    *safe = rc == 0 && free_bytes > total / 32 ? free_bytes - total / 32 : 0;
+    return rc;
+}
+
+/* What is left for routed experts, of what the caller gives or of all. */
 static int memory_left(hx_engine *e, const hx_options *opt, uint64_t *left, hx_err *err)
 {
     const uint64_t used = e->dev->used_bytes;
-    uint64_t free_bytes, total;
+    uint64_t safe;
     int rc;
 
-    if ((rc = hx_dev_memory(e->dev, &free_bytes, &total, err)) != 0)
+    if ((rc = memory_safe(e, &safe, err)) != 0)
         return rc;
-    const uint64_t safe = free_bytes > total / 32 ? free_bytes - total / 32 : 0;
     if (opt->vram_bytes == 0) {
         *left = safe;
         return 0;
@@ -291,17 +300,22 @@ static int open_experts(hx_engine *e, const hx_options *opt, hx_err *err)
 static int long_chunks(hx_engine *e, const hx_options *opt, hx_err *err)
 {
     const hx_store *s = e->model->store;
+    const int64_t most = HX_MIN(HX_CHUNK_MAX, e->info.ctx_tokens);
     int64_t rows = HX_PREFILL_ROWS;
     uint64_t left = 0;
     int rc;
 
     if (s != NULL)
         left = hx_store_lendable(s);
-    else if (!hx_dev_is_host(e->dev) && (rc = memory_left(e, opt, &left, err)) != 0)
-        return rc;
-    else
+    else if (!hx_dev_is_host(e->dev)) {
+        if ((rc = memory_safe(e, &left, err)) != 0)
+            return rc;
+        if (opt->vram_bytes != 0)
+            left = HX_MIN(left,
+                          opt->vram_bytes - HX_MIN(opt->vram_bytes, e->dev->used_bytes));
         left /= 4;
-    while (rows < HX_CHUNK_MAX && hx_graph_room(e->prefill, rows + HX_PAGE) <= left)
+    }
+    while (rows < most && hx_graph_room(e->prefill, rows + HX_PAGE) <= left)
         rows += HX_PAGE;
     e->prefill_rows = rows;
     if (s != NULL || rows == HX_PREFILL_ROWS)
