@@ -78,6 +78,14 @@ static float longest_layer(const hx_costs *c, int64_t blocks)
     return most;
 }
 
+static bool each_within(const hx_costs *c, int64_t blocks, float most)
+{
+    for (int64_t l = 0; l < c->n_layer; l++)
+        if (expect_layer(c, l, blocks) > most)
+            return false;
+    return true;
+}
+
 /* The longest chunk that none of its layers makes wait too long. Where one block does so
  * already, because weights come over a link, say, more of them may hardly cost more: chunks
  * get longer until that is known. */
@@ -88,7 +96,7 @@ static int64_t chunk_blocks(const hx_costs *c, const hx_pick_state *s, float ste
     const int64_t all = HX_MIN(c->n_block, s->left);
     int64_t b = one > 0 ? all : 1;
 
-    while (b > 1 && longest_layer(c, b) > most)
+    while (b > 1 && !each_within(c, b, most))
         b -= (b + 15) / 16;
     if (one > slice && b >= longest_seen(c))
         b = HX_MIN(2 * b, all);
@@ -127,7 +135,7 @@ hx_pick hx_sched_pick_next(const hx_costs *c, const hx_pick_state *s)
     if (s->n_decode == 0)
         return (hx_pick) { HX_PICK_PREFILL, s->blocks > 0 ? s->blocks : even_blocks(c, s),
                            c->n_layer - s->layer };
-    if (step == 0) /* nothing is known of decode yet */
+    if (step == 0 || s->credit_us <= 0) /* nothing is known of decode yet; it is due */
         return (hx_pick) { .kind = HX_PICK_DECODE };
     blocks = s->blocks > 0 ? s->blocks : chunk_blocks(c, s, step);
     layers = whole_layers(c, s, blocks, HX_MIN(s->credit_us, step * SLICE));
