@@ -385,6 +385,21 @@ typedef struct {
 } hx_experts;
 
 void hx_get_experts(hx_engine *e, hx_experts *out);
+
+/* What a device's operations take, by kind. While this is on (switched while no request
+ * runs, which sets it to zero) each is waited for, before and after: decode steps are as slow
+ * as that. */
+#define HX_OP_TIMES 32
+typedef struct {
+    const char *name; /* NULL: no such operation has run */
+    int64_t calls;
+    double us;
+} hx_op_time;
+
+void hx_profile(hx_engine *e, bool on);
+/* Call when the requests have ended. */
+void hx_get_profile(hx_engine *e, hx_op_time out[HX_OP_TIMES]);
+
 typedef enum { HX_AT_QUEUE, HX_AT_PREFILL, HX_AT_DECODE } hx_stage;
 
 /* A request that waits or runs; ids tell them apart, queue is as in hx_event. */

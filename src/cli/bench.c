@@ -9,6 +9,9 @@
 #include "cli/bench.h"
 
 #define REPEATS 5
+#define LONG_US (6 * 1000000LL)
+#define SHORT   32 /* context of decode where none is asked for */
+#define LENGTHS 16
 
 /* ---- report ------------------------------------------------------------- */
 
@@ -202,88 +205,178 @@ int bench_streams(hx_engine *e, bench_stream *s, int n, bench_event_fn *fn, void
 
 /* ---- decode, prefill ----------------------------------------------------------- */
 
+/* One round of n streams over depth ids each, *rate in tok/s and *seconds of decode. Only
+ * the first round of a depth reads them: the others go on from what it left. */
+static int decode_round(bench_run *b, int n, const int32_t *ids, int64_t depth, int round,
+                        double *rate, double *seconds, hx_err *err)
+{
+    const int64_t n_new = b->c->n != 0 ? b->c->n : 128;
+    bench_stream s[8] = { 0 };
+    int64_t first = 0, last = 0;
+    int rc;
+
+    for (int j = 0; j < n; j++)
+        s[j] = (bench_stream) { .ids = ids + j * depth,
+                                .n_ids = depth,
+                                .max_new = n_new,
+                                .temperature = 1,
+                                .seed = b->seed + (uint64_t)(round * 64 + j),
+                                .ignore_eos = true };
+    if ((rc = bench_streams(b->e, s, n, NULL, NULL, err)) != 0)
+        return rc;
+    for (int j = 0; j < n; j++) {
+        first = HX_MAX(first, s[j].times.first_us);
+        last = HX_MAX(last, s[j].times.done_us);
+    }
+    *seconds = (double)(last - first) / 1e6;
+    *rate = (double)(n * (n_new - 1)) / *seconds;
+    return 0;
+}
+
+/* Measurements that take long are repeated less often. */
+static bool again(int n, int64_t start_us)
+{
+    return n < REPEATS && (n < 2 || hx_now_us() - start_us < LONG_US);
+}
+
+static int decode_at(bench_run *b, int n, int64_t depth, hx_err *err)
+{
+    int32_t *ids = hx_new(int32_t, n * depth);
+    double rate[REPEATS + 1], seconds = 0; /* the first run warms up */
+    hx_experts before, after;
+    char name[64];
+    int rc = ids == NULL ? hx_fail(err, HX_ENOMEM, "bench: no memory") : 0, k = 0;
+
+    for (int64_t start = hx_now_us(); rc == 0 && again(k - 1, start); k++) {
+        if (k == 0 || depth == SHORT)
+            bench_random_ids(&b->info, b->seed + (uint64_t)(k * 64 + 7 * depth), ids,
+                             n * depth);
+        hx_get_experts(b->e, &before); /* of the last run */
+        rc = decode_round(b, n, ids, depth, k, &rate[k], &seconds, err);
+        if (k == 0)
+            start = hx_now_us();
+    }
+    hx_free(ids);
+    if (rc != 0)
+        return rc;
+    snprintf(name, sizeof name, "decode, %d stream%s", n, n > 1 ? "s" : "");
+    if (depth != SHORT)
+        snprintf(name, sizeof name, "decode, %d stream%s at %lld", n, n > 1 ? "s" : "",
+                 (long long)depth);
+    bench_figure(b->out, name, "tok/s", rate + 1, k - 1);
+    hx_get_experts(b->e, &after);
+    if (after.n_slot > 0)
+        bench_lanes(b->out, name, &before, &after, seconds);
+    return 0;
+}
+
+/* The numbers of --tokens, or those of other; returns how many, or an error. */
+static int lengths_of(const bench_run *b, const char *other, int64_t out[LENGTHS],
+                      hx_err *err)
+{
+    const char *p = b->c->tokens != NULL ? b->c->tokens : other;
+    int n = 0;
+
+    for (char *end; *p != '\0'; p = end + (*end == ',')) {
+        out[n] = strtoll(p, &end, 10);
+        if (end == p || (*end != ',' && *end != '\0') || out[n] < 1 ||
+            out[n] > INT32_MAX || ++n == LENGTHS)
+            return hx_fail(err, HX_EARG,
+                           "--tokens %.60s: expected numbers, fewer than %d, like "
+                           "32,32768",
+                           b->c->tokens, LENGTHS);
+    }
+    return n;
+}
+
 static int bench_decode(bench_run *b, hx_err *err)
 {
     static const int streams[] = { 1, 2, 4, 8 };
-    const int64_t n_new = b->c->n != 0 ? b->c->n : 128;
+    int64_t depth[LENGTHS];
+    const int n = lengths_of(b, "32", depth, err);
+    int rc = HX_MIN(n, 0);
+
+    for (int d = 0; d < n; d++)
+        for (size_t i = 0;
+             rc == 0 && i < HX_LEN(streams) && streams[i] <= b->info.max_streams; i++)
+            rc = decode_at(b, streams[i], depth[d], err);
+    return rc;
+}
+
+static int by_time(const void *a, const void *b)
+{
+    const double x = ((const hx_op_time *)a)->us, y = ((const hx_op_time *)b)->us;
+
+    return (x < y) - (x > y);
+}
+
+/* Where a prompt's time goes: one more of them with every operation waited for, and beside
+ * it what came over the link in the last of the others. */
+static int prefill_parts(bench_run *b, const char *what, bench_stream *s, uint64_t bytes,
+                         double ms, hx_err *err)
+{
+    hx_op_time t[HX_OP_TIMES];
+    char name[128];
     int rc;
 
-    for (size_t i = 0; i < HX_LEN(streams) && streams[i] <= b->info.max_streams; i++) {
-        double rate[REPEATS], seconds = 0;
-        hx_experts before, after;
-        char name[64];
-
-        for (int k = -1; k < REPEATS; k++) { /* the first run warms up */
-            bench_stream s[8] = { 0 };
-            int32_t ids[8][32];
-            int64_t first = 0, last = 0;
-
-            hx_get_experts(b->e, &before); /* of the last run */
-
-            for (int j = 0; j < streams[i]; j++) {
-                const uint64_t seed = b->seed + (uint64_t)(k * 64 + j);
-
-                bench_random_ids(&b->info, seed, ids[j], 32);
-                s[j] = (bench_stream) { .ids = ids[j],
-                                        .n_ids = 32,
-                                        .max_new = n_new,
-                                        .temperature = 1,
-                                        .seed = seed,
-                                        .ignore_eos = true };
-            }
-            if ((rc = bench_streams(b->e, s, streams[i], NULL, NULL, err)) != 0)
-                return rc;
-            for (int j = 0; j < streams[i]; j++) {
-                first = HX_MAX(first, s[j].times.first_us);
-                last = HX_MAX(last, s[j].times.done_us);
-            }
-            seconds = (double)(last - first) / 1e6;
-            if (k >= 0)
-                rate[k] = (double)(streams[i] * (n_new - 1)) / seconds;
-        }
-        snprintf(name, sizeof name, "decode, %d stream%s", streams[i],
-                 streams[i] > 1 ? "s" : "");
-        bench_figure(b->out, name, "tok/s", rate, REPEATS);
-        hx_get_experts(b->e, &after);
-        if (after.n_slot > 0)
-            bench_lanes(b->out, name, &before, &after, seconds);
+    hx_profile(b->e, true);
+    rc = bench_streams(b->e, s, 1, NULL, NULL, err);
+    hx_get_profile(b->e, t);
+    hx_profile(b->e, false);
+    if (rc != 0)
+        return rc;
+    qsort(t, HX_OP_TIMES, sizeof *t, by_time);
+    for (int i = 0; i < HX_OP_TIMES && t[i].name != NULL; i++) {
+        snprintf(name, sizeof name, "%s: %s", what, t[i].name);
+        bench_one(b->out, name, "ms", t[i].us / 1e3);
+    }
+    if (bytes > 0) {
+        snprintf(name, sizeof name, "%s: experts over the link", what);
+        bench_one(b->out, name, "GB", (double)bytes / 1e9);
+        snprintf(name, sizeof name, "%s: link, over the whole prompt", what);
+        bench_one(b->out, name, "GB/s", (double)bytes / ms / 1e6);
     }
     return 0;
 }
 
-static int bench_prefill(bench_run *b, hx_err *err)
+static int prefill_of(bench_run *b, int64_t n, hx_err *err)
 {
-    static const int64_t lengths[] = { 20, 100, 512, 2048, 8192 };
-    int32_t *ids = hx_new(int32_t, 8192);
-    int rc = ids == NULL ? hx_fail(err, HX_ENOMEM, "bench: no memory") : 0;
+    int32_t *ids = hx_new(int32_t, n);
+    double rate[REPEATS + 1], ms[REPEATS + 1]; /* the first run warms up */
+    bench_stream s = { .ids = ids, .n_ids = n, .max_new = 1 };
+    hx_experts before, after;
+    char name[64];
+    int rc = ids == NULL ? hx_fail(err, HX_ENOMEM, "bench: no memory") : 0, k = 0;
 
-    for (size_t i = 0; rc == 0 && i < HX_LEN(lengths) && lengths[i] < b->info.ctx_tokens;
-         i++) {
-        double rate[REPEATS], ms[REPEATS];
-        char name[64];
-
-        for (int k = -1; rc == 0 && k < REPEATS; k++) {
-            bench_stream s = { .ids = ids, .n_ids = lengths[i], .max_new = 1 };
-            double us;
-
-            bench_random_ids(&b->info, b->seed + 1000 * (i + 1) + (uint64_t)k, ids,
-                             lengths[i]);
-            rc = bench_streams(b->e, &s, 1, NULL, NULL, err);
-            us = (double)HX_MAX(s.times.first_us - s.times.queued_us, 1);
-            if (k >= 0) {
-                rate[k] = (double)lengths[i] / us * 1e6;
-                ms[k] = us / 1e3;
-            }
-        }
-        if (rc != 0)
-            break;
-        snprintf(name, sizeof name, "prefill, %lld tokens", (long long)lengths[i]);
-        bench_figure(b->out, name, "tok/s", rate, REPEATS);
-        snprintf(name, sizeof name, "time to first token, %lld tokens",
-                 (long long)lengths[i]);
-        bench_figure(b->out, name, "ms", ms, REPEATS);
+    for (int64_t start = hx_now_us(); rc == 0 && again(k - 1, start); k++) {
+        bench_random_ids(&b->info, b->seed + (uint64_t)(1000 * n + k), ids, n);
+        hx_get_experts(b->e, &before);
+        rc = bench_streams(b->e, &s, 1, NULL, NULL, err);
+        ms[k] = (double)HX_MAX(s.times.first_us - s.times.queued_us, 1) / 1e3;
+        rate[k] = (double)n / ms[k] * 1e3;
+    }
+    if (rc == 0) {
+        hx_get_experts(b->e, &after);
+        snprintf(name, sizeof name, "time to first token, %lld tokens", (long long)n);
+        bench_figure(b->out, name, "ms", ms + 1, k - 1);
+        snprintf(name, sizeof name, "prefill, %lld tokens", (long long)n);
+        bench_figure(b->out, name, "tok/s", rate + 1, k - 1);
+        bench_random_ids(&b->info, b->seed + (uint64_t)(1000 * n + k), ids, n);
+        rc = prefill_parts(b, name, &s, after.stage_bytes - before.stage_bytes, ms[k - 1],
+                           err);
     }
     hx_free(ids);
+    return rc;
+}
+
+static int bench_prefill(bench_run *b, hx_err *err)
+{
+    int64_t length[LENGTHS];
+    const int n = lengths_of(b, "20,100,512,2048,8192,32768", length, err);
+    int rc = HX_MIN(n, 0);
+
+    for (int i = 0; rc == 0 && i < n && length[i] < b->info.ctx_tokens; i++)
+        rc = prefill_of(b, length[i], err);
     return rc;
 }
 
@@ -305,9 +398,11 @@ static int bench_engine(const hx_cli *c, bench_report *out, hx_info *info)
         rc = bench_protocol(&b, c->protocol, &err);
     } else {
         out->protocol = "plain";
-        out->about =
-            "decode: streams of 32 random ids, answers sampled at temperature 1 past "
-            "end ids, first run dropped; prefill: fresh random ids, one token";
+        out->about = "decode: streams of random ids, 32 or the depth, answers sampled at "
+                     "temperature "
+                     "1 past end ids, first run dropped; prefill: fresh random ids, one "
+                     "token; its "
+                     "parts: one run more, every operation waited for";
         out->random_text = true;
         if (both || strcmp(c->what, "decode") == 0)
             rc = bench_decode(&b, &err);

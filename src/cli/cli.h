@@ -20,7 +20,7 @@ typedef struct {
     const char *more[8]; /* [n_more] further words: models, a folder, a file */
     int32_t n_more;
     const char *panel, *text, *against, *with, *needle, *plot, *write_panel, *lead;
-    const char *protocol, *files, *pull;
+    const char *protocol, *tokens, *files, *pull;
     int64_t window, greedy;
     const char *prompt, *ids, *out, *positions, *json;
     const char *host, *served_name, *cors, *device, *isa, *cpus, *kv;

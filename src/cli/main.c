@@ -204,6 +204,10 @@ static const option options[] = {
     { "--protocol", "NAME",
       "random-prefill, greedy-decode, decode-32k, evenness, structured or prose", OPT_STR,
       AT(protocol), 0, BENCH, 0, 0 },
+    { "--tokens", "N[,N]",
+      "of bench prefill: lengths of prompts; of bench decode: tokens that are there "
+      "first",
+      OPT_STR, AT(tokens), 0, BENCH, 0, 0 },
     { "--files", "GLOB[,GLOB]", "only these files (all)", OPT_STR, AT(files), 0,
       PULL | SERVE, 0, 0 },
     { "--pull", "REPO[@REV]", "first download this into MODEL, an empty folder", OPT_STR,
@@ -672,7 +676,8 @@ int main(int argc, char **argv)
     }
     c.no_canary = c.no_canary || cmd->bit != SERVE;
     if (cmd->bit == BENCH && c.prefix == NULL &&
-        (c.what == NULL || strcmp(c.what, "serve") != 0))
+        (c.what == NULL || (strcmp(c.what, "serve") != 0 &&
+                            (strcmp(c.what, "decode") != 0 || c.tokens == NULL))))
         c.prefix = "off"; /* what is measured is computed */
     if (c.prefix != NULL && strcmp(c.prefix, "reuse") != 0 &&
         strcmp(c.prefix, "strict") != 0 && strcmp(c.prefix, "off") != 0) {

@@ -481,6 +481,13 @@ typedef struct {
     int64_t rows, n_vocab, n_token;
 } hx_sample_args;
 
+enum {
+#define X(op) HX_OP_##op,
+    HX_OPS(X)
+#undef X
+        HX_N_OP
+};
+
 /* ---- devices --------------------------------------------------------- */
 
 typedef struct hx_dev hx_dev;
@@ -532,6 +539,8 @@ struct hx_dev {
     void *own;           /* the cuda backend's state */
     uint64_t used_bytes; /* of the device's memory, by this program's buffers */
     char text[64];       /* "cpu (avx2, 2 threads)" */
+    hx_op_time *times; /* [HX_N_OP + 1] filled while not NULL: an operation of each kind,
+                          * and what came before it: copies that it waits for */
 };
 
 /* What the largest call will need; sizes the scratch so that no operation allocates. */

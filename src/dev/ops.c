@@ -722,7 +722,31 @@ static void check_sample(check *c, const hx_sample_args *a)
         dense(c, "top", a->top, a->rows, MAX_TOP, sizeof(hx_choice) / F32);
 }
 
+_Static_assert(HX_N_OP < HX_OP_TIMES, "a place for each kind, and for copies");
+
+/* Waits for the device; adds what has passed since start to a kind's time. */
+static int64_t clock_op(hx_dev *d, int kind, const char *name, int64_t start, hx_err *err)
+{
+    hx_op_time *t = &d->times[kind];
+    char any;
+
+    if (!hx_dev_is_host(d))
+        hx_dev_get(d, &any, (hx_buf) { 0 }, 0, err);
+    t->name = name;
+    t->calls++;
+    t->us += (double)(hx_now_us() - start);
+    return hx_now_us();
+}
+
 #define X(op)                                                                            \
+    static int timed_##op(hx_dev *d, const hx_##op##_args *a, hx_err *err)               \
+    {                                                                                    \
+        const int64_t start = clock_op(d, HX_N_OP, "copies", hx_now_us(), err);          \
+        const int rc = d->ops->op(d, a, err);                                            \
+                                                                                         \
+        clock_op(d, HX_OP_##op, #op, start, err);                                        \
+        return rc;                                                                       \
+    }                                                                                    \
     int hx_op_##op(hx_dev *d, const hx_##op##_args *a, hx_err *err)                      \
     {                                                                                    \
         check c = { #op, err, 0, true };                                                 \
@@ -731,7 +755,9 @@ static void check_sample(check *c, const hx_sample_args *a)
             return hx_fail(err, HX_EARG, #op ": no device or no arguments");             \
         c.host = hx_dev_is_host(d);                                                      \
         check_##op(&c, a);                                                               \
-        return c.rc != 0 ? c.rc : d->ops->op(d, a, err);                                 \
+        return c.rc != 0          ? c.rc                                                 \
+               : d->times != NULL ? timed_##op(d, a, err)                                \
+                                  : d->ops->op(d, a, err);                               \
     }
 HX_OPS(X)
 #undef X

@@ -205,17 +205,26 @@ static int store_mode(const char *name, hx_store_mode *out, hx_err *err)
                          name);
 }
 
-/* Device memory that is left for routed experts: of what the caller gives, or of what is
- * free now but for a margin that other programs and the driver may take. */
+/* Device memory that is free now but for a margin that other programs and the driver may
+ * take. */
+static int memory_safe(hx_engine *e, uint64_t *safe, hx_err *err)
+{
+    uint64_t free_bytes, total;
+    const int rc = hx_dev_memory(e->dev, &free_bytes, &total, err);
+
+    *safe = rc == 0 && free_bytes > total / 32 ? free_bytes - total / 32 : 0;
+    return rc;
+}
+
+/* What is left for routed experts, of what the caller gives or of all. */
 static int memory_left(hx_engine *e, const hx_options *opt, uint64_t *left, hx_err *err)
 {
     const uint64_t used = e->dev->used_bytes;
-    uint64_t free_bytes, total;
+    uint64_t safe;
     int rc;
 
-    if ((rc = hx_dev_memory(e->dev, &free_bytes, &total, err)) != 0)
+    if ((rc = memory_safe(e, &safe, err)) != 0)
         return rc;
-    const uint64_t safe = free_bytes > total / 32 ? free_bytes - total / 32 : 0;
     if (opt->vram_bytes == 0) {
         *left = safe;
         return 0;
@@ -285,31 +294,46 @@ static int open_experts(hx_engine *e, const hx_options *opt, hx_err *err)
     return rc;
 }
 
-/* Rows of a prefill chunk. A GPU that cannot hold all experts has them brought to it once
- * for each chunk: long chunks, then, in up to a quarter of the memory it may use. */
-static int64_t prefill_rows(const hx_options *opt, const hx_desc *d)
+/* A GPU that cannot hold all experts has them brought to it once for each prefill chunk:
+ * long chunks, then, in workspace that slots lend. One that holds them takes up to a quarter
+ * of what is left for chunks that use it better. */
+static int long_chunks(hx_engine *e, const hx_options *opt, hx_err *err)
 {
-    uint64_t bytes = hx_dev_free_bytes(opt->device);
+    const hx_store *s = e->model->store;
+    const int64_t most = HX_MIN(HX_CHUNK_MAX, e->info.ctx_tokens);
     int64_t rows = HX_PREFILL_ROWS;
+    uint64_t left = 0;
+    int rc;
 
-    if (opt->vram_bytes != 0)
-        bytes = HX_MIN(bytes, opt->vram_bytes);
-    while (rows < HX_CHUNK_MAX &&
-           (uint64_t)(2 * rows) * hx_graph_row_bytes(d) <= bytes / 4)
-        rows *= 2;
-    return rows;
+    if (s != NULL)
+        left = hx_store_lendable(s);
+    else if (!hx_dev_is_host(e->dev)) {
+        if ((rc = memory_safe(e, &left, err)) != 0)
+            return rc;
+        if (opt->vram_bytes != 0)
+            left = HX_MIN(left,
+                          opt->vram_bytes - HX_MIN(opt->vram_bytes, e->dev->used_bytes));
+        left /= 4;
+    }
+    while (rows < most && hx_graph_room(e->prefill, rows + HX_PAGE) <= left)
+        rows += HX_PAGE;
+    e->prefill_rows = rows;
+    if (s != NULL || rows == HX_PREFILL_ROWS)
+        return 0;
+    hx_graph_close(e->prefill);
+    return hx_graph_open(&e->prefill, e->model, e->dev, e->cache, rows, HX_SCORE_ROWS,
+                         e->info.ctx_tokens, err);
 }
 
 static int open_device(hx_engine *e, const hx_options *opt, hx_err *err)
 {
     const hx_desc *d = &e->model->desc;
-    const int64_t most = prefill_rows(opt, d), rows = HX_MAX(most, e->info.max_streams);
+    const int64_t rows = HX_MAX(HX_PREFILL_ROWS, e->info.max_streams);
     const hx_cache_fmt fmt = opt->kv == HX_KV_F32 ? HX_CACHE_F32 : HX_CACHE_BF16;
     const int64_t n = e->info.max_streams;
     int32_t n_page = 0;
     int rc;
 
-    e->prefill_rows = most;
     if ((rc = plan_cache(e, opt, &n_page, err)) != 0)
         return rc;
     const hx_dev_opt dev = { .name = opt->device,
@@ -323,8 +347,8 @@ static int open_device(hx_engine *e, const hx_options *opt, hx_err *err)
                             n_page, fmt, err)) != 0 ||
         (rc = hx_graph_open(&e->decode, e->model, e->dev, e->cache, n, n,
                             e->info.ctx_tokens, err)) != 0 ||
-        (rc = hx_graph_open(&e->prefill, e->model, e->dev, e->cache, most, HX_SCORE_ROWS,
-                            e->info.ctx_tokens, err)) != 0 ||
+        (rc = hx_graph_open(&e->prefill, e->model, e->dev, e->cache, HX_PREFILL_ROWS,
+                            HX_SCORE_ROWS, e->info.ctx_tokens, err)) != 0 ||
         (rc = hx_dev_alloc(e->dev, &e->out_id, (size_t)n * sizeof(int32_t), err)) != 0 ||
         (rc = hx_dev_alloc(e->dev, &e->out_logprob, (size_t)n * sizeof(float), err)) !=
             0 ||
@@ -332,13 +356,15 @@ static int open_device(hx_engine *e, const hx_options *opt, hx_err *err)
                            (size_t)n * HX_TOP_MAX * sizeof(hx_choice), err)) != 0)
         return rc;
     e->info.cache_bytes = e->cache->bytes;
-    e->info.work_bytes =
-        hx_graph_bytes(e->decode) + hx_graph_bytes(e->prefill) + e->dev->scratch_bytes;
     e->info.device = e->dev->text;
     if ((rc = hx_dev_alloc(e->dev, &e->out_scratch,
                            (size_t)n * 2 * (size_t)d->n_vocab * sizeof(float), err)) != 0)
         return rc;
-    return open_experts(e, opt, err);
+    if ((rc = open_experts(e, opt, err)) != 0 || (rc = long_chunks(e, opt, err)) != 0)
+        return rc;
+    e->info.work_bytes =
+        hx_graph_bytes(e->decode) + hx_graph_bytes(e->prefill) + e->dev->scratch_bytes;
+    return 0;
 }
 
 static void describe(hx_engine *e, const char *dir)
@@ -1087,6 +1113,21 @@ void hx_get_experts(hx_engine *e, hx_experts *out)
 {
     pthread_mutex_lock(&e->lock);
     *out = e->experts;
+    pthread_mutex_unlock(&e->lock);
+}
+
+void hx_profile(hx_engine *e, bool on)
+{
+    pthread_mutex_lock(&e->lock);
+    memset(e->times, 0, sizeof e->times);
+    atomic_store(&e->profile, on);
+    pthread_mutex_unlock(&e->lock);
+}
+
+void hx_get_profile(hx_engine *e, hx_op_time out[HX_OP_TIMES])
+{
+    pthread_mutex_lock(&e->lock);
+    memcpy(out, e->times, sizeof e->times);
     pthread_mutex_unlock(&e->lock);
 }
 

@@ -28,9 +28,9 @@
     (60 * 1000000LL) /* a reader that takes nothing for so long is dropped */
 #define HX_PREFILL_ROWS                                                                  \
     256 /* rows of a prefill chunk: whole blocks of the 64-token grid */
-#define HX_CHUNK_MAX   8192 /* of them at most, where experts come to a GPU for each */
-#define HX_SNAP_MAX    8    /* of them, inside one chunk */
-#define HX_CUT_MAX     48   /* states kept on the way through one prompt */
+#define HX_CHUNK_MAX   32768 /* of them at most, where a GPU lends memory for them */
+#define HX_SNAP_MAX    8     /* of them, inside one chunk */
+#define HX_CUT_MAX     48    /* states kept on the way through one prompt */
 #define HX_MARGIN      256 /* tokens of answer that a request gets memory for when it starts */
 #define HX_PROGRESS_US 100000 /* between two progress events of a stream */
 
@@ -261,6 +261,8 @@ struct hx_engine {
     hx_buf out_id, out_logprob, out_top, out_scratch;
     float *score_logit, *score_hidden; /* [HX_SCORE_ROWS, N], [HX_SCORE_ROWS, D] */
     struct hx_reuse *reuse;
+    hx_op_time times[HX_OP_TIMES]; /* hx_dev.times */
+    _Atomic bool profile;
 };
 
 void *hx_sched_run(void *engine); /* sched.c: the engine thread */

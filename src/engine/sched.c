@@ -63,6 +63,13 @@ static void leave(hx_stream *s)
         e->n_running--;
 }
 
+/* The chunk under way is done, or given up: what it was lent may go back. */
+static void chunk_close(hx_engine *e)
+{
+    e->chunk = NULL;
+    hx_graph_move(e->prefill, (hx_buf) { 0 }, 0);
+}
+
 /* Its sequence memory goes back; whole: others may go on from it. */
 static void drop_slot(hx_stream *s, bool whole)
 {
@@ -70,7 +77,7 @@ static void drop_slot(hx_stream *s, bool whole)
 
     hx_reuse_end(e, s, whole && e->chunk != s);
     if (e->chunk == s)
-        e->chunk = NULL;
+        chunk_close(e);
 }
 
 /* The stream's last event; its memory goes back, and itself when its owner has let go. */
@@ -654,11 +661,15 @@ static hx_stream *next_prefill(const hx_engine *e)
 static int chunk_begin(hx_engine *e, hx_stream *s, int64_t blocks, hx_err *err)
 {
     const int64_t n = hx_reuse_rows(s, blocks * HX_PAGE);
+    const uint64_t room = hx_graph_room(e->prefill, n);
     hx_slot *slot = &e->cache->slot[s->slot];
+    hx_buf lent = { 0 };
     int rc;
 
-    if ((rc = hx_cache_grow(e->cache, s->slot, s->n_done + n, err)) != 0)
+    if ((rc = hx_cache_grow(e->cache, s->slot, s->n_done + n, err)) != 0 ||
+        (room > 0 && (rc = hx_store_lend(e->model->store, room, &lent, err)) != 0))
         return rc;
+    hx_graph_move(e->prefill, lent, n);
     e->chunk = s;
     e->chunk_layer = 0;
     e->chunk_rows = n;
@@ -720,7 +731,7 @@ static int chunk_end(hx_engine *e, hx_stream *s, hx_err *err)
     const int64_t n = e->chunk_rows;
     int rc;
 
-    e->chunk = NULL;
+    e->chunk = NULL; /* it is whole */
     if (s->score != NULL && (rc = score_chunk(s, err)) != 0)
         return rc;
     s->n_done += n;
@@ -752,11 +763,15 @@ static int first_of_kept(hx_engine *e, hx_stream *s, hx_err *err)
 }
 
 /* One layer, with what it took. A device that works on its own is waited for where the
- * clock is needed: while decode waits too, in one chunk of eight, and at a chunk's end. */
+ * clock is needed: while decode waits too, at a chunk's end, and of chunks alone in the first
+ * of a length and one of eight. */
 static int chunk_step(hx_engine *e, bool share, hx_err *err)
 {
-    const int64_t start = hx_now_us(), l = e->chunk_layer;
-    const bool host = hx_dev_is_host(e->dev), measure = share || e->next_turn % 8 == 0;
+    const int64_t start = hx_now_us(), l = e->chunk_layer,
+                  blocks = pages_of(e->chunk_rows);
+    const bool host = hx_dev_is_host(e->dev),
+               measure = share || e->next_turn % 8 == 0 ||
+                         e->costs.layer[l * e->costs.n_block + blocks - 1] == 0;
     int32_t any;
     int rc;
 
@@ -769,8 +784,8 @@ static int chunk_step(hx_engine *e, bool share, hx_err *err)
     e->chunk_layer++;
     hx_health_beat(e);
     if (host || measure)
-        hx_sched_pick_read(&e->costs, &e->pick, l, pages_of(e->chunk_rows),
-                           e->chunk_rows % HX_PAGE == 0, (float)us);
+        hx_sched_pick_read(&e->costs, &e->pick, l, blocks, e->chunk_rows % HX_PAGE == 0,
+                           (float)us);
     return 0;
 }
 
@@ -799,6 +814,7 @@ static void prefill_slice(hx_engine *e, hx_stream *s, const hx_pick *pick)
         const int64_t start = hx_now_us();
 
         rc = chunk_end(e, s, &err);
+        chunk_close(e);
         if (share)
             e->pick.credit_us -= (float)(hx_now_us() - start);
     }
@@ -1041,6 +1057,8 @@ static bool step(hx_engine *e)
     p->blocks = e->chunk != NULL ? pages_of(e->chunk_rows) : 0;
     p->left = prompt != NULL ? pages_of(prompt->n_prompt - prompt->n_done) : 0;
     pick = hx_sched_pick_next(&e->costs, p);
+    if (e->model->store != NULL)
+        hx_store_keep_lent(e->model->store, p->prefill);
     if (pick.kind == HX_PICK_PREFILL)
         prefill_slice(e, prompt, &pick);
     else if (pick.kind == HX_PICK_DECODE)
@@ -1061,6 +1079,7 @@ void *hx_sched_run(void *arg)
         if (!take_inbox(e))
             break;
         start = hx_now_us();
+        e->dev->times = atomic_load(&e->profile) ? e->times : NULL;
         reap(e);
         hx_reuse_tick(e);
         admit(e);

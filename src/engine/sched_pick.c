@@ -38,20 +38,35 @@ static float expect(const float *by_rows, int32_t rows)
     return 0;
 }
 
-/* A layer of a chunk, in proportion to the nearest length seen; 0: none was. */
+/* A layer of a chunk: between two lengths seen, or in proportion to the only one; 0: none
+ * was. */
 static float expect_layer(const hx_costs *c, int64_t layer, int64_t blocks)
 {
     const float *by_blocks = c->layer + layer * c->n_block;
+    int64_t less = blocks, more = blocks;
 
-    for (int64_t d = 0; d < c->n_block; d++) {
-        const int64_t less = blocks - d, more = blocks + d;
+    while (less >= 1 && by_blocks[less - 1] == 0)
+        less--;
+    while (more <= c->n_block && by_blocks[more - 1] == 0)
+        more++;
+    if (less < 1 && more > c->n_block)
+        return 0;
+    if (less < 1)
+        return by_blocks[more - 1] * (float)blocks / (float)more;
+    if (less == blocks || more > c->n_block)
+        return by_blocks[less - 1] * (float)blocks / (float)less;
+    return by_blocks[less - 1] + (by_blocks[more - 1] - by_blocks[less - 1]) *
+                                     (float)(blocks - less) / (float)(more - less);
+}
 
-        if (less >= 1 && by_blocks[less - 1] > 0)
-            return by_blocks[less - 1] * (float)blocks / (float)less;
-        if (more <= c->n_block && by_blocks[more - 1] > 0)
-            return by_blocks[more - 1] * (float)blocks / (float)more;
-    }
-    return 0;
+/* The longest chunk whose cost is known. */
+static int64_t longest_seen(const hx_costs *c)
+{
+    int64_t b = c->n_block;
+
+    while (b > 0 && c->layer[b - 1] == 0)
+        b--;
+    return b;
 }
 
 static float longest_layer(const hx_costs *c, int64_t blocks)
@@ -63,16 +78,37 @@ static float longest_layer(const hx_costs *c, int64_t blocks)
     return most;
 }
 
+static bool each_within(const hx_costs *c, int64_t blocks, float most)
+{
+    for (int64_t l = 0; l < c->n_layer; l++)
+        if (expect_layer(c, l, blocks) > most)
+            return false;
+    return true;
+}
+
 /* The longest chunk that none of its layers makes wait too long. Where one block does so
- * already, because weights come over a link, say, more of them may hardly cost more. */
+ * already, because weights come over a link, say, more of them may hardly cost more: chunks
+ * get longer until that is known. */
 static int64_t chunk_blocks(const hx_costs *c, const hx_pick_state *s, float step)
 {
-    const float one = longest_layer(c, 1), most = HX_MAX(step * SLICE, one * HARDLY);
-    int64_t b = one > 0 ? HX_MIN(c->n_block, s->left) : 1;
+    const float one = longest_layer(c, 1), slice = step * SLICE,
+                most = HX_MAX(slice, one * HARDLY);
+    const int64_t all = HX_MIN(c->n_block, s->left);
+    int64_t b = one > 0 ? all : 1;
 
-    while (b > 1 && longest_layer(c, b) > most)
-        b--;
+    while (b > 1 && !each_within(c, b, most))
+        b -= (b + 15) / 16;
+    if (one > slice && b >= longest_seen(c))
+        b = HX_MIN(2 * b, all);
     return HX_MAX(b, 1);
+}
+
+/* As few chunks as there can be, and these alike: each has its price. */
+static int64_t even_blocks(const hx_costs *c, const hx_pick_state *s)
+{
+    const int64_t chunks = HX_MAX((s->left + c->n_block - 1) / c->n_block, 1);
+
+    return (s->left + chunks - 1) / chunks;
 }
 
 static int64_t whole_layers(const hx_costs *c, const hx_pick_state *s, int64_t blocks,
@@ -97,10 +133,9 @@ hx_pick hx_sched_pick_next(const hx_costs *c, const hx_pick_state *s)
     if (!s->prefill)
         return (hx_pick) { .kind = HX_PICK_DECODE };
     if (s->n_decode == 0)
-        return (hx_pick) { HX_PICK_PREFILL,
-                           s->blocks > 0 ? s->blocks : HX_MIN(c->n_block, s->left),
+        return (hx_pick) { HX_PICK_PREFILL, s->blocks > 0 ? s->blocks : even_blocks(c, s),
                            c->n_layer - s->layer };
-    if (step == 0) /* nothing is known of decode yet */
+    if (step == 0 || s->credit_us <= 0) /* nothing is known of decode yet; it is due */
         return (hx_pick) { .kind = HX_PICK_DECODE };
     blocks = s->blocks > 0 ? s->blocks : chunk_blocks(c, s, step);
     layers = whole_layers(c, s, blocks, HX_MIN(s->credit_us, step * SLICE));

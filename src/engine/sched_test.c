@@ -275,7 +275,7 @@ static void test_never_starves(void **state)
 }
 
 /* Where a layer is longer than a step, several steps lie between two; no gap holds more
- * than one layer. */
+ * than one layer, of one block but for the chunk that tries whether two cost hardly more. */
 static void test_long_layers(void **state)
 {
     newcomer in = { .left = 2048 };
@@ -290,9 +290,49 @@ static void test_long_layers(void **state)
     x->n_in = 1;
     x->n_gap = 0;
     sim_until_read(x);
-    for (int64_t i = 0; i < x->n_gap; i++)
-        assert_true(x->gap[i] <= m->step + m->per_row + m->layer + m->per_block + 1);
+    int longer = 0;
+    for (int64_t i = 0; i < x->n_gap; i++) {
+        const double most = m->step + m->per_row + m->layer + m->per_block + 1;
+
+        assert_true(x->gap[i] <= most + m->per_block);
+        longer += x->gap[i] > most;
+    }
+    assert_true(longer <= N_LAYER);
     hx_free(x);
+}
+
+/* All weights come over a link for each layer, whatever the rows: nothing is known but that
+ * one block is too long, and chunks get long all the same. */
+static void test_finds_long(void **state)
+{
+    enum { LONG = 64 };
+    float layer[N_LAYER * LONG] = { 0 };
+    hx_costs c = { .layer = layer, .n_layer = N_LAYER, .n_block = LONG };
+    hx_pick_state s = { .share = 0.5f, .prefill = true, .n_decode = 1, .left = 1000 };
+    int64_t b = 1;
+    int chunks = 0;
+
+    (void)state;
+    hx_sched_pick_decoded(&c, &s, 1, 20000);
+    for (; chunks < 20; chunks++) { /* a layer: 46 ms, and 0.3 a block from the 33rd on */
+        s.credit_us = 1e6f;
+        b = hx_sched_pick_next(&c, &s).blocks;
+        for (int64_t l = 0; l < N_LAYER; l++)
+            hx_sched_pick_read(&c, &s, l, b, true,
+                               46000 + 300 * (float)HX_MAX(b - 32, 0));
+        if (b == LONG)
+            break;
+    }
+    assert_true(b == LONG && chunks <= 8); /* 55.6 ms are hardly more than 46 */
+    /* Where blocks cost in proportion, it stays with one. */
+    memset(layer, 0, sizeof layer);
+    for (chunks = 0; chunks < 5; chunks++) {
+        s.credit_us = 1e6f;
+        b = hx_sched_pick_next(&c, &s).blocks;
+        assert_true(b <= 2 && (chunks < 2 || b == 1));
+        for (int64_t l = 0; l < N_LAYER; l++)
+            hx_sched_pick_read(&c, &s, l, b, true, 46000 * (float)b);
+    }
 }
 
 /* ---- several newcomers ------------------------------------------------------ */
@@ -344,10 +384,13 @@ static void test_edges(void **state)
     assert_int_equal(hx_sched_pick_next(&c, &s).kind, HX_PICK_NOTHING);
     s.n_decode = 1;
     assert_int_equal(hx_sched_pick_next(&c, &s).kind, HX_PICK_DECODE);
-    /* Alone: the longest chunk, all layers; a short prompt takes what it has. */
-    s = (hx_pick_state) { .share = 0.5f, .prefill = true, .left = 9 };
+    /* Alone: the longest chunk, all layers; what is a little more makes two alike; a short
+     * prompt takes what it has. */
+    s = (hx_pick_state) { .share = 0.5f, .prefill = true, .left = 3 * N_BLOCK };
     p = hx_sched_pick_next(&c, &s);
     assert_true(p.kind == HX_PICK_PREFILL && p.blocks == N_BLOCK && p.layers == N_LAYER);
+    s.left = N_BLOCK + 1;
+    assert_int_equal(hx_sched_pick_next(&c, &s).blocks, N_BLOCK / 2 + 1);
     s.left = 2;
     assert_int_equal(hx_sched_pick_next(&c, &s).blocks, 2);
     s.blocks = 3;
@@ -374,8 +417,9 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_beside),      cmocka_unit_test(test_never_starves),
-        cmocka_unit_test(test_long_layers), cmocka_unit_test(test_round_robin),
-        cmocka_unit_test(test_pick_prompt), cmocka_unit_test(test_edges),
+        cmocka_unit_test(test_long_layers), cmocka_unit_test(test_finds_long),
+        cmocka_unit_test(test_round_robin), cmocka_unit_test(test_pick_prompt),
+        cmocka_unit_test(test_edges),
     };
 
     return cmocka_run_group_tests_name("sched", tests, NULL, NULL);

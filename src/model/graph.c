@@ -2,24 +2,39 @@
  *
  * One graph serves calls of up to max_rows rows; the engine keeps two, for prefill and
  * for decode, so that decode steps can run between the slices of a prefill chunk. All
- * memory is taken at open. Called by the engine thread only. */
+ * memory is taken at open; for longer calls the workspace may move to memory that somebody
+ * lends. Called by the engine thread only.
+ *
+ * What a long call keeps of each row is its streams. All else a sub-layer needs while it
+ * runs, and its rows go through it in windows: what they share (recurrent state, positions)
+ * lies in sequence memory. */
 #include "model/model.h"
 
-/* Rows whose index scores are computed together; bounds the score buffer. */
-#define SCORE_ROWS 64
+#define ALIGN      256
+#define SCORE_ROWS 64 /* whose index scores are computed together, at full context */
+/* On a device with memory of its own: */
+#define FULL_ROWS   256
+#define MOE_ROWS    8192 /* some 200 for each expert */
+#define SCORE_BYTES ((size_t)128 << 20)
+
+/* Kinds of sub-layers. */
+enum { KDA, MLA, DENSE, MOE, N_KIND };
 
 struct hx_graph {
     hx_model *model;
     hx_dev *dev;
     hx_cache *cache;
-    int64_t max_rows, max_out;
-    hx_buf streams, x, y, post,
-        comb;              /* f32 [R, S, D], [R, D], [R, D], [R, S], [R, S, S] */
-    hx_buf id, span;       /* i32 [R]; hx_span [HX_SPAN_MAX] */
-    hx_buf hidden, logits; /* f32 [n_out, D], [n_out, N] */
-    hx_layer_call call;
+    int64_t max_rows, max_out, ld_score;
+    int64_t room;               /* rows that the workspace holds now */
+    hx_buf mem, area, score;    /* taken at open, for max_rows */
+    hx_buf streams, id;         /* f32 [R, S, D]; i32 [R] */
+    hx_buf span;                /* hx_span [HX_SPAN_MAX] */
+    hx_buf hidden, logits;      /* f32 [n_out, D], [n_out, N] */
+    hx_layer_call call[N_KIND]; /* their buffers share memory */
+    int64_t window[N_KIND];     /* rows at a time */
     uint64_t bytes;
     const hx_batch *batch;           /* since begin */
+    hx_span part;                    /* of the batch: the rows of a window */
     int64_t next;                    /* layer that comes next */
     hx_dev_graph *step[HX_SPAN_MAX]; /* recorded decode steps, by rows - 1 */
     bool ran[HX_SPAN_MAX];           /* once as it is: what comes up at first is there */
@@ -27,94 +42,173 @@ struct hx_graph {
     int32_t *draw;                   /* [n_layer, R, A] the same on the host */
 };
 
-/* Widths, in floats per row, of the workspace's scratch buffers: what layers.c puts there. */
-typedef struct {
-    int64_t a, b, c, e;
-} widths;
+/* ---- workspace --------------------------------------------------------------- */
 
-static widths wide_floats(const hx_desc *d)
+/* Memory handed out in order; p NULL: only counted. */
+typedef struct {
+    char *p;
+    size_t at;
+} carver;
+
+static hx_buf carve(carver *w, size_t bytes)
+{
+    const hx_buf b = { w->p != NULL ? w->p + w->at : NULL, bytes };
+
+    w->at += (bytes + ALIGN - 1) / ALIGN * ALIGN;
+    return b;
+}
+
+/* Buffers of a kind of sub-layer for so many rows, as layers.c fills them. */
+static void carve_call(carver *w, const hx_desc *d, int kind, int64_t rows,
+                       hx_layer_call *c)
 {
     const int64_t hk = d->kda_heads * d->kda_width, hz = d->mla_heads * d->latent,
-                  mlp = HX_MAX(d->dense_width, d->shared_width);
-
-    return (widths) {
-        .a = HX_MAX(HX_MAX(3 * hk, mlp), d->mla_heads * HX_MAX(d->k_width, d->v_width)),
-        .b = HX_MAX(HX_MAX(3 * hk, mlp), hz),
-        .c = HX_MAX(hk, hz),
-        .e = HX_MAX(HX_MAX(hk, d->index_heads * d->index_width), d->n_active * d->width),
+                  heads = d->mla_heads * HX_MAX(d->k_width, d->v_width),
+                  mla = d->q_rank + d->latent + 2 * d->index_width + d->index_heads;
+    const struct {
+        hx_buf *b;
+        int64_t any, of[N_KIND]; /* floats of a row, whatever the kind, and by kind */
+    } want[] = {
+        { &c->x, d->width, { 0 } },
+        { &c->y, d->width, { 0 } },
+        { &c->post, d->streams, { 0 } },
+        { &c->comb, d->streams * d->streams, { 0 } },
+        { &c->a, 0, { 3 * hk, heads, d->dense_width, d->shared_width } },
+        { &c->b, 0, { 3 * hk, hz, d->dense_width, d->shared_width } },
+        { &c->c, 0, { hk, hz } },
+        { &c->e, 0, { hk, d->index_heads * d->index_width } },
+        { &c->g, 0, { hk } },
+        { &c->small, 0, { d->kda_width + d->kda_heads, mla } },
+        { &c->pick, 0, { [MLA] = d->index_topk } },
+        { &c->n_pick, 0, { [MLA] = 1 } },
+        { &c->part, 0, { [MOE] = d->n_active * d->width } },
+        { &c->route_id, 0, { [MOE] = d->n_active } },
+        { &c->route_w, 0, { [MOE] = d->n_active } },
+        { &c->route_score, 0, { [MOE] = d->n_expert } },
     };
+
+    for (size_t i = 0; i < HX_LEN(want); i++)
+        *want[i].b = carve(w, (size_t)rows * sizeof(float) *
+                                  (size_t)(want[i].any + want[i].of[kind]));
 }
 
-static int64_t narrow_floats(const hx_desc *d)
+static size_t call_bytes(const hx_desc *d, int kind, int64_t rows)
 {
-    const int64_t mla = d->q_rank + d->latent + 2 * d->index_width + d->index_heads;
-    const int64_t kda = d->kda_width + d->kda_heads;
+    carver w = { 0 };
+    hx_layer_call c;
 
-    return HX_MAX(mla, kda);
+    carve_call(&w, d, kind, rows, &c);
+    return w.at;
 }
 
-uint64_t hx_graph_row_bytes(const hx_desc *d)
+/* Rows that every kind takes at once: a host's products have no room for more. */
+static int64_t full_rows(const hx_graph *g, int64_t rows)
 {
-    const int64_t mixes = d->streams * (2 + d->streams),
-                  kda = d->kda_heads * d->kda_width;
-    const widths w = wide_floats(d);
-
-    return sizeof(float) *
-           (uint64_t)((d->streams + 2) * d->width + w.a + w.b + w.c + w.e + kda +
-                      narrow_floats(d) + 2 * d->n_active + d->n_expert + mixes);
+    return HX_MIN(rows, hx_dev_is_host(g->dev) ? g->max_rows : FULL_ROWS);
 }
 
-static int take(hx_graph *g, hx_buf *b, int64_t rows, int64_t floats, hx_err *err)
+/* What all kinds share. */
+static size_t area_bytes(const hx_graph *g, int64_t rows)
 {
-    const size_t bytes = (size_t)rows * (size_t)floats * sizeof(float);
+    const hx_desc *d = &g->model->desc;
+    size_t bytes = 0;
 
+    for (int k = 0; k < N_KIND; k++)
+        bytes = HX_MAX(bytes, call_bytes(d, k, full_rows(g, rows)));
+    return hx_dev_is_host(g->dev)
+               ? bytes
+               : HX_MAX(bytes, call_bytes(d, MOE, HX_MIN(rows, MOE_ROWS)));
+}
+
+static size_t score_bytes(const hx_graph *g, int64_t rows)
+{
+    const size_t row = (size_t)g->ld_score * sizeof(float),
+                 some = (size_t)HX_MIN(rows, SCORE_ROWS) * row;
+
+    return full_rows(g, rows) == rows
+               ? some
+               : HX_MAX(some, HX_MIN((size_t)rows * row, SCORE_BYTES));
+}
+
+/* Rows of a call that a kind takes at a time: all, or as many as fit, in even parts. */
+static int64_t window_of(const hx_graph *g, int kind, int64_t rows, size_t area)
+{
+    const hx_desc *d = &g->model->desc;
+    int64_t most = (int64_t)(area / call_bytes(d, kind, HX_PAGE)) * HX_PAGE;
+
+    most = HX_MAX(hx_dev_is_host(g->dev) ? 0 : most, full_rows(g, rows));
+    if (rows <= most)
+        return rows;
+    const int64_t n = (rows + most - 1) / most, each = (rows + n - 1) / n;
+    return HX_MIN((each + HX_PAGE - 1) / HX_PAGE * HX_PAGE, most);
+}
+
+/* The workspace of calls of rows rows in w, but for what is large enough already. */
+static void lay_out(hx_graph *g, carver *w, int64_t rows)
+{
+    const hx_desc *d = &g->model->desc;
+    const size_t bytes = area_bytes(g, rows);
+    hx_buf area = g->area, score = g->score;
+
+    g->streams = carve(w, (size_t)(rows * d->streams * d->width) * sizeof(float));
+    g->id = carve(w, (size_t)rows * sizeof(int32_t));
+    if (bytes > area.n) {
+        area = carve(w, bytes);
+        score = carve(w, score_bytes(g, rows));
+    }
+    if (rows == g->max_rows) {
+        g->area = area;
+        g->score = score;
+    }
+    for (int k = 0; k < N_KIND; k++) {
+        carver in = { area.p, 0 };
+
+        g->window[k] = window_of(g, k, rows, bytes);
+        carve_call(&in, d, k, g->window[k], &g->call[k]);
+        g->call[k].score = score;
+    }
+    g->room = rows;
+}
+
+static size_t room_of(const hx_graph *g, int64_t rows)
+{
+    hx_graph copy = *g;
+    carver w = { 0 };
+
+    lay_out(&copy, &w, rows);
+    return w.at;
+}
+
+uint64_t hx_graph_room(const hx_graph *g, int64_t rows)
+{
+    return rows <= g->max_rows ? 0 : room_of(g, rows);
+}
+
+void hx_graph_move(hx_graph *g, hx_buf mem, int64_t rows)
+{
+    carver w = { mem.p != NULL ? mem.p : g->mem.p, 0 };
+
+    lay_out(g, &w, mem.p != NULL ? rows : g->max_rows);
+}
+
+static int take(hx_graph *g, hx_buf *b, size_t bytes, hx_err *err)
+{
     g->bytes += bytes;
     return hx_dev_alloc(g->dev, b, HX_MAX(bytes, 64), err);
 }
 
-static int take_all(hx_graph *g, int64_t max_ctx, hx_err *err)
+static int take_all(hx_graph *g, hx_err *err)
 {
     const hx_desc *d = &g->model->desc;
-    const int64_t r = g->max_rows, s = d->streams;
-    const widths w = wide_floats(d);
-    hx_layer_call *c = &g->call;
+    const size_t out = (size_t)g->max_out * sizeof(float);
+    int rc;
 
-    c->score_rows = HX_MIN(r, SCORE_ROWS);
-    c->ld_score = (max_ctx + d->pool_n - 1) / d->pool_n;
-    const struct {
-        hx_buf *b;
-        int64_t rows, floats;
-    } want[] = {
-        { &g->streams, r, s * d->width },
-        { &g->x, r, d->width },
-        { &g->y, r, d->width },
-        { &g->post, r, s },
-        { &g->comb, r, s * s },
-        { &g->id, r, 1 },
-        { &g->span, HX_SPAN_MAX, sizeof(hx_span) / sizeof(float) },
-        { &g->hidden, g->max_out, d->width },
-        { &g->logits, g->max_out, d->n_vocab },
-        { &c->a, r, w.a },
-        { &c->b, r, w.b },
-        { &c->c, r, w.c },
-        { &c->e, r, w.e },
-        { &c->g, r, d->kda_heads * d->kda_width },
-        { &c->small, r, narrow_floats(d) },
-        { &c->route_id, r, d->n_active },
-        { &c->route_w, r, d->n_active },
-        { &c->route_score, r, d->n_expert },
-        { &c->score, c->score_rows, c->ld_score },
-        { &c->pick, c->score_rows, d->index_topk },
-        { &c->n_pick, c->score_rows, 1 },
-    };
-
-    for (size_t i = 0; i < HX_LEN(want); i++) {
-        const int rc = take(g, want[i].b, want[i].rows, want[i].floats, err);
-
-        if (rc != 0)
-            return rc;
-    }
-    c->part = c->e; /* experts run when attention is done with it */
+    if ((rc = take(g, &g->mem, room_of(g, g->max_rows), err)) != 0 ||
+        (rc = take(g, &g->span, HX_SPAN_MAX * sizeof(hx_span), err)) != 0 ||
+        (rc = take(g, &g->hidden, out * (size_t)d->width, err)) != 0 ||
+        (rc = take(g, &g->logits, out * (size_t)d->n_vocab, err)) != 0)
+        return rc;
+    hx_graph_move(g, (hx_buf) { 0 }, 0);
     return 0;
 }
 
@@ -168,7 +262,7 @@ static int draw_all(hx_graph *g, const hx_batch *b, hx_err *err)
                            g->draw + (l * rows + s.row0 + r) * a, a,
                            (uint64_t)(l * 1000 + s.slot), (uint64_t)(s.pos0 + r) << 16);
         }
-    g->call.drawn = g->drawn;
+    g->call[MOE].drawn = g->drawn;
     return hx_dev_put(g->dev, g->drawn, g->draw,
                       (size_t)(d->n_layer * rows * a) * sizeof(int32_t), err);
 }
@@ -191,7 +285,8 @@ int hx_graph_open(hx_graph **out, hx_model *m, hx_dev *dev, hx_cache *c, int64_t
     g->cache = c;
     g->max_rows = max_rows;
     g->max_out = max_out;
-    if ((rc = take_all(g, max_ctx, err)) != 0 ||
+    g->ld_score = (max_ctx + m->desc.pool_n - 1) / m->desc.pool_n;
+    if ((rc = take_all(g, err)) != 0 ||
         (m->share != NULL && (rc = take_drawn(g, err)) != 0)) {
         hx_graph_close(g);
         return rc;
@@ -204,17 +299,12 @@ void hx_graph_close(hx_graph *g)
 {
     if (g == NULL)
         return;
-    hx_layer_call *c = &g->call;
-    hx_buf *all[] = { &g->streams,  &g->x,       &g->y,           &g->post,   &g->comb,
-                      &g->id,       &g->span,    &g->hidden,      &g->logits, &c->a,
-                      &c->b,        &c->c,       &c->e,           &c->g,      &c->small,
-                      &c->route_id, &c->route_w, &c->route_score, &c->score,  &c->pick,
-                      &c->n_pick };
-
-    for (size_t i = 0; i < HX_LEN(all); i++)
-        hx_dev_free(g->dev, all[i]);
     for (size_t i = 0; i < HX_LEN(g->step); i++)
         hx_dev_graph_free(g->dev, g->step[i]);
+    hx_dev_free(g->dev, &g->mem);
+    hx_dev_free(g->dev, &g->span);
+    hx_dev_free(g->dev, &g->hidden);
+    hx_dev_free(g->dev, &g->logits);
     hx_dev_free(g->dev, &g->drawn);
     hx_free(g->draw);
     hx_free(g);
@@ -227,8 +317,10 @@ uint64_t hx_graph_bytes(const hx_graph *g)
 
 void hx_graph_tap(hx_graph *g, hx_tap_fn *fn, void *ud)
 {
-    g->call.tap = fn;
-    g->call.tap_ud = ud;
+    for (int k = 0; k < N_KIND; k++) {
+        g->call[k].tap = fn;
+        g->call[k].tap_ud = ud;
+    }
 }
 
 hx_buf hx_graph_logits(const hx_graph *g)
@@ -248,31 +340,31 @@ hx_buf hx_graph_streams(const hx_graph *g)
 
 int hx_graph_resume(hx_graph *g, const hx_batch *b, int64_t next, hx_err *err)
 {
-    const hx_desc *d = &g->model->desc;
     const size_t n_id = (size_t)b->rows.n_row, n_span = (size_t)b->rows.n_span;
-    hx_layer_call *c = &g->call;
     int rc;
 
     if (b->rows.n_span > HX_SPAN_MAX)
         return hx_fail(err, HX_EARG, "graph: %d spans, at most %d", b->rows.n_span,
                        HX_SPAN_MAX);
-    if (b->rows.n_row < 1 || b->rows.n_row > g->max_rows)
+    if (b->rows.n_row < 1 || b->rows.n_row > g->room)
         return hx_fail(err, HX_EARG, "graph: %lld rows, expected 1..%lld",
-                       (long long)b->rows.n_row, (long long)g->max_rows);
+                       (long long)b->rows.n_row, (long long)g->room);
     g->batch = b;
     g->next = next;
-    c->dev = g->dev;
-    c->d = d;
-    c->store = g->model->store;
-    c->phase = b->phase;
-    c->uniform = !hx_dev_is_host(g->dev) && b->phase == HX_PHASE_DECODE;
-    c->rows = b->rows;
-    c->snap = b->snap;
-    c->n_snap = b->n_snap;
-    c->rows.dev = g->span;
-    c->x = g->x;
-    c->y = g->y;
-    c->drawn = (hx_buf) { 0 };
+    for (int k = 0; k < N_KIND; k++) {
+        hx_layer_call *c = &g->call[k];
+
+        hx_assert(b->rows.n_span == 1 ||
+                  (b->rows.n_row <= g->window[k] && b->n_snap == 0));
+        c->dev = g->dev;
+        c->d = &g->model->desc;
+        c->store = g->model->store;
+        c->phase = b->phase;
+        c->uniform = !hx_dev_is_host(g->dev) && b->phase == HX_PHASE_DECODE;
+        c->ld_score = g->ld_score;
+        c->all_rows = b->rows.n_row;
+        c->drawn = (hx_buf) { 0 };
+    }
     if (g->draw != NULL && b->phase == HX_PHASE_DECODE && (rc = draw_all(g, b, err)) != 0)
         return rc;
     /* A call that failed may have left the device on its side. */
@@ -300,28 +392,36 @@ int hx_graph_begin(hx_graph *g, const hx_batch *b, hx_err *err)
     return rc != 0 ? rc : embed_rows(g, err);
 }
 
-/* Collapses the streams to the sub-layer's normalised input x. */
-static int site_open(hx_graph *g, const hx_hc *hc, hx_buf norm, hx_err *err)
+/* Streams of a window that begins at row0. */
+static hx_buf streams_at(const hx_graph *g, int64_t row0)
 {
     const hx_desc *d = &g->model->desc;
-    const int64_t rows = g->batch->rows.n_row;
-    const hx_hc_mix_args mix = { .x = g->x,
-                                 .post = g->post,
-                                 .comb = g->comb,
-                                 .streams = g->streams,
+
+    return hx_buf_at(g->streams, (size_t)(row0 * d->streams * d->width) * sizeof(float));
+}
+
+/* Collapses the streams to the sub-layer's normalised input x. */
+static int site_open(const hx_graph *g, const hx_layer_call *c, int64_t row0,
+                     const hx_hc *hc, hx_buf norm, hx_err *err)
+{
+    const hx_desc *d = &g->model->desc;
+    const hx_hc_mix_args mix = { .x = c->x,
+                                 .post = c->post,
+                                 .comb = c->comb,
+                                 .streams = streams_at(g, row0),
                                  .base = hc->base,
                                  .scale = hc->scale,
                                  .fn = hc->fn.w != NULL ? &hc->fn : NULL,
-                                 .rows = rows,
+                                 .rows = c->rows.n_row,
                                  .streams_n = d->streams,
                                  .dim = d->width,
                                  .norm_eps = d->norm_eps,
                                  .eps = d->hc_eps,
                                  .iters = d->hc_iters };
-    const hx_rmsnorm_args rms = { .y = g->x,
-                                  .x = g->x,
+    const hx_rmsnorm_args rms = { .y = c->x,
+                                  .x = c->x,
                                   .w = norm,
-                                  .rows = rows,
+                                  .rows = c->rows.n_row,
                                   .dim = d->width,
                                   .ldx = d->width,
                                   .ldy = d->width,
@@ -332,56 +432,102 @@ static int site_open(hx_graph *g, const hx_hc *hc, hx_buf norm, hx_err *err)
 }
 
 /* Spreads the sub-layer's output y over the streams. */
-static int site_close(hx_graph *g, hx_err *err)
+static int site_close(const hx_graph *g, const hx_layer_call *c, int64_t row0,
+                      hx_err *err)
 {
     const hx_desc *d = &g->model->desc;
-    const hx_hc_merge_args merge = { .streams = g->streams,
-                                     .y = g->y,
-                                     .post = g->post,
-                                     .comb = g->comb,
-                                     .rows = g->batch->rows.n_row,
+    const hx_hc_merge_args merge = { .streams = streams_at(g, row0),
+                                     .y = c->y,
+                                     .post = c->post,
+                                     .comb = c->comb,
+                                     .rows = c->rows.n_row,
                                      .streams_n = d->streams,
                                      .dim = d->width };
 
     return hx_op_hc_merge(g->dev, &merge, err);
 }
 
-static void tap(const hx_graph *g, const char *what, hx_buf data)
+static void tap(const hx_layer_call *c, const char *what, hx_buf data, int64_t rows)
 {
-    const hx_layer_call *c = &g->call;
-
     if (c->tap != NULL)
-        c->tap(c->tap_ud, c->layer, what, data, c->rows.n_row);
+        c->tap(c->tap_ud, c->layer, what, data, rows);
+}
+
+/* The rows of the window at row0: at most n, and no further than to a row where the state is
+ * kept. */
+static void set_window(hx_graph *g, hx_layer_call *c, int64_t row0, int64_t n, bool snaps)
+{
+    const hx_batch *b = g->batch;
+    int64_t end = HX_MIN(row0 + n, b->rows.n_row);
+
+    c->keep = NULL;
+    for (int32_t i = 0; snaps && i < b->n_snap; i++)
+        if (b->snap[i].row > row0 && b->snap[i].row <= end) {
+            end = b->snap[i].row;
+            c->keep = b->snap[i].state;
+        }
+    c->rows = b->rows;
+    c->rows.dev = g->span;
+    if (end - row0 == b->rows.n_row)
+        return;
+    g->part = b->rows.span[0];
+    g->part.n_row = (int32_t)(end - row0);
+    g->part.pos0 += (int32_t)row0;
+    g->part.commit = row0 == 0 ? g->part.commit : 0;
+    c->rows = (hx_rows) { .span = &g->part, .n_span = 1, .n_row = end - row0 };
+}
+
+static int mix_rows(hx_graph *g, int64_t l, hx_err *err)
+{
+    const hx_layer *w = &g->model->layer[l];
+    const int kind = w->mixer == HX_MIX_KDA ? KDA : MLA;
+    hx_layer_mem *mem = &g->cache->mem[l];
+    hx_layer_call *c = &g->call[kind];
+    int rc;
+
+    c->layer = l;
+    for (int64_t at = 0; at < g->batch->rows.n_row; at += c->rows.n_row) {
+        set_window(g, c, at, g->window[kind], kind == KDA);
+        if ((rc = site_open(g, c, at, &w->hc_attn, w->norm_attn, err)) != 0 ||
+            (rc = kind == KDA ? hx_layers_kda(c, &w->kda, mem, err)
+                              : hx_layers_mla(c, &w->mla, mem, err)) != 0)
+            return rc;
+        tap(c, "attn_out", c->y, c->rows.n_row);
+        if ((rc = site_close(g, c, at, err)) != 0)
+            return rc;
+    }
+    return 0;
+}
+
+static int ffn_rows(hx_graph *g, int64_t l, hx_err *err)
+{
+    const hx_layer *w = &g->model->layer[l];
+    const int kind = w->ffn == HX_FFN_DENSE ? DENSE : MOE;
+    hx_layer_call *c = &g->call[kind];
+    int rc;
+
+    c->layer = l;
+    for (int64_t at = 0; at < g->batch->rows.n_row; at += c->rows.n_row) {
+        set_window(g, c, at, g->window[kind], false);
+        if ((rc = site_open(g, c, at, &w->hc_ffn, w->norm_ffn, err)) != 0)
+            return rc;
+        tap(c, "mlp_in", c->x, c->rows.n_row);
+        if ((rc = kind == DENSE ? hx_layers_dense(c, &w->dense, c->y, err)
+                                : hx_layers_moe(c, w, err)) != 0)
+            return rc;
+        tap(c, "mlp_out", c->y, c->rows.n_row);
+        if ((rc = site_close(g, c, at, err)) != 0)
+            return rc;
+    }
+    tap(c, "streams", g->streams, g->batch->rows.n_row);
+    return 0;
 }
 
 static int one_layer(hx_graph *g, int64_t l, hx_err *err)
 {
-    const hx_layer *w = &g->model->layer[l];
-    hx_layer_mem *mem = &g->cache->mem[l];
-    hx_layer_call *c = &g->call;
-    int rc;
+    const int rc = mix_rows(g, l, err);
 
-    c->layer = l;
-    if ((rc = site_open(g, &w->hc_attn, w->norm_attn, err)) != 0)
-        return rc;
-    rc = w->mixer == HX_MIX_KDA ? hx_layers_kda(c, &w->kda, mem, err)
-                                : hx_layers_mla(c, &w->mla, mem, err);
-    if (rc != 0)
-        return rc;
-    tap(g, "attn_out", g->y);
-    if ((rc = site_close(g, err)) != 0 ||
-        (rc = site_open(g, &w->hc_ffn, w->norm_ffn, err)) != 0)
-        return rc;
-    tap(g, "mlp_in", g->x);
-    rc = w->ffn == HX_FFN_DENSE ? hx_layers_dense(c, &w->dense, g->y, err)
-                                : hx_layers_moe(c, w, err);
-    if (rc != 0)
-        return rc;
-    tap(g, "mlp_out", g->y);
-    if ((rc = site_close(g, err)) != 0)
-        return rc;
-    tap(g, "streams", g->streams);
-    return 0;
+    return rc != 0 ? rc : ffn_rows(g, l, err);
 }
 
 int hx_graph_layers(hx_graph *g, int64_t l0, int64_t l1, hx_err *err)
@@ -450,7 +596,7 @@ int hx_graph_step(hx_graph *g, const hx_batch *b, hx_err *err)
     hx_assert(b->phase == HX_PHASE_DECODE);
     if (rc != 0)
         return rc;
-    if (hx_dev_is_host(g->dev) || g->call.tap != NULL ||
+    if (hx_dev_is_host(g->dev) || g->call[MOE].tap != NULL || g->dev->times != NULL ||
         b->rows.n_span != b->rows.n_row || !g->ran[at]) {
         g->ran[at] = true;
         return whole_step(g, err);

@@ -49,33 +49,14 @@ static void tap(const hx_layer_call *c, const char *what, hx_buf data)
 
 /* ---- KDA ------------------------------------------------------------- */
 
-/* The call's rows are cut where a state is kept on the way: part i of n_snap + 1 begins at
- * row *at. span is where its only span is written. */
-static hx_rows part_of(const hx_layer_call *c, int32_t i, hx_span *span, int64_t *at)
-{
-    const int32_t first = i > 0 ? c->snap[i - 1].row : 0,
-                  end = i < c->n_snap ? c->snap[i].row : (int32_t)c->rows.n_row;
-
-    *at = first;
-    if (c->n_snap == 0)
-        return c->rows;
-    hx_assert(c->rows.n_span == 1 && c->phase == HX_PHASE_PREFILL && first < end);
-    *span = c->rows.span[0];
-    span->row0 = 0;
-    span->n_row = end - first;
-    span->pos0 += first;
-    span->commit = i > 0 ? 0 : span->commit;
-    return (hx_rows) { .span = span, .n_span = 1, .n_row = end - first };
-}
-
 /* Copies n bytes of the slot's state, of which each slot has n in all, to where they lie in
- * the state kept after part i. */
-static int keep_state(const hx_layer_call *c, int32_t i, hx_buf all, size_t n, size_t at,
+ * the state that is kept. */
+static int keep_state(const hx_layer_call *c, hx_buf all, size_t n, size_t at,
                       hx_err *err)
 {
-    if (i >= c->n_snap)
+    if (c->keep == NULL)
         return 0;
-    return hx_dev_get(c->dev, c->snap[i].state + at,
+    return hx_dev_get(c->dev, c->keep + at,
                       hx_buf_at(all, (size_t)c->rows.span[0].slot * n), n, err);
 }
 
@@ -93,27 +74,21 @@ static int kda_qkv(const hx_layer_call *c, const hx_kda *w, hx_layer_mem *mem,
             return rc;
         at += w->qkv[i].n;
     }
-    for (int32_t i = 0; i <= c->n_snap; i++) {
-        hx_span span;
-        const hx_rows rows = part_of(c, i, &span, &at);
-        const hx_conv_short_args conv = {
-            .y = floats_at(c->b, at * wide),
-            .u = floats_at(c->a, at * wide),
-            .w = w->conv,
-            .state = mem->conv_state,
-            .pend = mem->conv_pend,
-            .rows = rows,
-            .channels = wide,
-            .taps = c->d->conv_taps,
-            .hold = c->phase == HX_PHASE_DECODE,
-        };
-
-        if ((rc = hx_op_conv_short(c->dev, &conv, err)) != 0 ||
-            (rc = keep_state(c, i, mem->conv_state, mem->conv_bytes,
-                             mem->state_at + mem->kda_bytes, err)) != 0)
-            return rc;
-    }
-    return 0;
+    const hx_conv_short_args conv = {
+        .y = c->b,
+        .u = c->a,
+        .w = w->conv,
+        .state = mem->conv_state,
+        .pend = mem->conv_pend,
+        .rows = c->rows,
+        .channels = wide,
+        .taps = c->d->conv_taps,
+        .hold = c->phase == HX_PHASE_DECODE,
+    };
+    if ((rc = hx_op_conv_short(c->dev, &conv, err)) != 0)
+        return rc;
+    return keep_state(c, mem->conv_state, mem->conv_bytes, mem->state_at + mem->kda_bytes,
+                      err);
 }
 
 /* Log-decay and step size: g f32 [R, H, K], beta f32 [R, H]. */
@@ -145,34 +120,25 @@ static int kda_gates(const hx_layer_call *c, const hx_kda *w, hx_buf beta, hx_er
 static int kda_delta(const hx_layer_call *c, hx_layer_mem *mem, hx_buf beta, hx_err *err)
 {
     const int64_t h = c->d->kda_heads, k = c->d->kda_width, hk = h * k;
+    const hx_kda_step_args delta = {
+        .o = c->e,
+        .q = c->b,
+        .k = floats_at(c->b, hk),
+        .v = floats_at(c->b, 2 * hk),
+        .g = c->g,
+        .beta = beta,
+        .state = mem->kda_state,
+        .pend = mem->kda_pend,
+        .rows = c->rows,
+        .heads = h,
+        .width = k,
+        .ld = 3 * hk,
+    };
+    const int rc = c->phase == HX_PHASE_DECODE ? hx_op_kda_step(c->dev, &delta, err)
+                                               : hx_op_kda_chunk(c->dev, &delta, err);
 
-    for (int32_t i = 0; i <= c->n_snap; i++) {
-        hx_span span;
-        int64_t at;
-        const hx_rows rows = part_of(c, i, &span, &at);
-        const hx_buf qkv = floats_at(c->b, at * 3 * hk);
-        const hx_kda_step_args delta = {
-            .o = floats_at(c->e, at * hk),
-            .q = qkv,
-            .k = floats_at(qkv, hk),
-            .v = floats_at(qkv, 2 * hk),
-            .g = floats_at(c->g, at * hk),
-            .beta = floats_at(beta, at * h),
-            .state = mem->kda_state,
-            .pend = mem->kda_pend,
-            .rows = rows,
-            .heads = h,
-            .width = k,
-            .ld = 3 * hk,
-        };
-        int rc = c->phase == HX_PHASE_DECODE ? hx_op_kda_step(c->dev, &delta, err)
-                                             : hx_op_kda_chunk(c->dev, &delta, err);
-
-        if (rc != 0 || (rc = keep_state(c, i, mem->kda_state, mem->kda_bytes,
-                                        mem->state_at, err)) != 0)
-            return rc;
-    }
-    return 0;
+    return rc != 0 ? rc
+                   : keep_state(c, mem->kda_state, mem->kda_bytes, mem->state_at, err);
 }
 
 int hx_layers_kda(const hx_layer_call *c, const hx_kda *w, hx_layer_mem *mem, hx_err *err)
@@ -284,17 +250,26 @@ typedef struct {
     bool sparse;
 } mla_seg;
 
+/* What all rows of a call have in common. */
+typedef struct {
+    const hx_layer_call *c;
+    hx_layer_mem *mem;
+    hx_buf iq, iw;    /* queries and weights of the indexer */
+    int64_t ld_score; /* pools that the longest row sees, at least */
+} mla_attend;
+
 /* Attention of rows row0 on, which are all rows of *rows. */
-static int attend_rows(const hx_layer_call *c, hx_layer_mem *mem, hx_buf iq, hx_buf iw,
-                       const hx_rows *rows, int64_t row0, bool sparse, hx_err *err)
+static int attend_rows(const mla_attend *m, const hx_rows *rows, int64_t row0,
+                       bool sparse, hx_err *err)
 {
+    const hx_layer_call *c = m->c;
     const hx_desc *d = c->d;
     const int64_t hz = d->mla_heads * d->latent, k = d->index_topk;
     int rc;
 
     hx_mla_attend_args att = { .z = floats_at(c->c, row0 * hz),
                                .q = floats_at(c->b, row0 * hz),
-                               .cache = mem->latent,
+                               .cache = m->mem->latent,
                                .rows = *rows,
                                .heads = d->mla_heads,
                                .pool_n = d->pool_n,
@@ -304,13 +279,13 @@ static int attend_rows(const hx_layer_call *c, hx_layer_mem *mem, hx_buf iq, hx_
     if (sparse) {
         const hx_index_score_args score = {
             .score = c->score,
-            .q = floats_at(iq, row0 * d->index_heads * d->index_width),
-            .w = floats_at(iw, row0 * d->index_heads),
-            .pool = mem->pool,
+            .q = floats_at(m->iq, row0 * d->index_heads * d->index_width),
+            .w = floats_at(m->iw, row0 * d->index_heads),
+            .pool = m->mem->pool,
             .rows = *rows,
             .heads = d->index_heads,
             .pool_n = d->pool_n,
-            .ld_score = c->ld_score,
+            .ld_score = m->ld_score,
             .scale = 1.0f / sqrtf((float)d->index_width),
             .w_scale = 1.0f / sqrtf((float)d->index_heads),
         };
@@ -320,7 +295,7 @@ static int attend_rows(const hx_layer_call *c, hx_layer_mem *mem, hx_buf iq, hx_
                                     .rows = *rows,
                                     .k = k,
                                     .pool_n = d->pool_n,
-                                    .ld_score = c->ld_score };
+                                    .ld_score = m->ld_score };
 
         if ((rc = hx_op_index_score(c->dev, &score, err)) != 0 ||
             (rc = hx_op_topk(c->dev, &topk, err)) != 0)
@@ -333,12 +308,10 @@ static int attend_rows(const hx_layer_call *c, hx_layer_mem *mem, hx_buf iq, hx_
     return hx_op_mla_attend(c->dev, &att, err);
 }
 
-static int attend_seg(const hx_layer_call *c, hx_layer_mem *mem, hx_buf iq, hx_buf iw,
-                      mla_seg *s, hx_err *err)
+static int attend_seg(const mla_attend *m, mla_seg *s, hx_err *err)
 {
     const hx_rows rows = { .span = s->span, .n_span = s->n_span, .n_row = s->n_row };
-    const int rc =
-        s->n_row > 0 ? attend_rows(c, mem, iq, iw, &rows, s->row0, s->sparse, err) : 0;
+    const int rc = s->n_row > 0 ? attend_rows(m, &rows, s->row0, s->sparse, err) : 0;
 
     s->row0 += s->n_row;
     s->n_row = s->n_span = 0;
@@ -348,18 +321,23 @@ static int attend_seg(const hx_layer_call *c, hx_layer_mem *mem, hx_buf iq, hx_b
 /* Attention of all rows. Up to index_topk pools every position is attended and needs no
  * scores; beyond, rows are scored in groups that the score buffer holds. A row's result
  * does not depend on its group. */
-static int attend(const hx_layer_call *c, hx_layer_mem *mem, hx_buf iq, hx_buf iw,
-                  hx_err *err)
+static int attend(mla_attend *m, hx_err *err)
 {
+    const hx_layer_call *c = m->c;
     const int64_t first_sparse = (c->d->index_topk + 1) * c->d->pool_n - 1; /* position */
     mla_seg s = { 0 };
+    int64_t most;
     int rc;
 
+    m->ld_score = c->uniform ? c->ld_score : 1;
+    for (int32_t i = 0; i < c->rows.n_span; i++)
+        m->ld_score = HX_MAX(m->ld_score, (c->rows.span[i].pos0 + c->rows.span[i].n_row) /
+                                              c->d->pool_n);
+    most = HX_MIN(c->rows.n_row, (int64_t)(c->score.n / sizeof(float)) / m->ld_score);
     if (c->uniform) {
-        hx_assert(c->rows.n_row <= c->score_rows);
-        return attend_rows(c, mem, iq, iw, &c->rows, 0, true, err);
+        hx_assert(c->rows.n_row <= most);
+        return attend_rows(m, &c->rows, 0, true, err);
     }
-
     for (int32_t i = 0; i < c->rows.n_span; i++) {
         const hx_span sp = c->rows.span[i];
 
@@ -372,11 +350,11 @@ static int attend(const hx_layer_call *c, hx_layer_mem *mem, hx_buf iq, hx_buf i
                 n = HX_MIN(n, first_sparse - pos);
             if (s.n_row > 0 &&
                 (s.sparse != sparse || s.n_span == SEG_SPANS ||
-                 (sparse && s.n_row == c->score_rows)) &&
-                (rc = attend_seg(c, mem, iq, iw, &s, err)) != 0)
+                 (sparse && s.n_row == most)) &&
+                (rc = attend_seg(m, &s, err)) != 0)
                 return rc;
             if (sparse)
-                n = HX_MIN(n, c->score_rows - s.n_row);
+                n = HX_MIN(n, most - s.n_row);
             s.sparse = sparse;
             s.span[s.n_span++] = (hx_span) { .slot = sp.slot,
                                              .row0 = (int32_t)s.n_row,
@@ -386,7 +364,7 @@ static int attend(const hx_layer_call *c, hx_layer_mem *mem, hx_buf iq, hx_buf i
             done += (int32_t)n;
         }
     }
-    return attend_seg(c, mem, iq, iw, &s, err);
+    return attend_seg(m, &s, err);
 }
 
 int hx_layers_mla(const hx_layer_call *c, const hx_mla *w, hx_layer_mem *mem, hx_err *err)
@@ -424,8 +402,9 @@ int hx_layers_mla(const hx_layer_call *c, const hx_mla *w, hx_layer_mem *mem, hx
                                          .first = d->k_width,
                                          .transposed = false,
                                          .prefill = c->phase == HX_PHASE_PREFILL };
+    mla_attend att = { .c = c, .mem = mem, .iq = c->e, .iw = m.weight };
     if ((rc = hx_op_head_matmul(c->dev, &absorb, err)) != 0 ||
-        (rc = attend(c, mem, c->e, m.weight, err)) != 0 ||
+        (rc = attend(&att, err)) != 0 ||
         (rc = hx_op_head_matmul(c->dev, &expand, err)) != 0)
         return rc;
     return linear(c, c->y, d->width, c->a, d->mla_heads * d->v_width, &w->o, err);
@@ -495,7 +474,7 @@ int hx_layers_moe(const hx_layer_call *c, const hx_layer *w, hx_err *err)
         rc = c->phase == HX_PHASE_DECODE
                  ? hx_store_plan(c->store, c->layer, rows, moe.id, c->x, &moe, &combine,
                                  err)
-                 : hx_store_prefill(c->store, c->layer, rows, &moe, err);
+                 : hx_store_prefill(c->store, c->layer, c->all_rows, &moe, err);
         if (rc != 0)
             return rc;
     }

@@ -248,8 +248,8 @@ typedef struct {
 typedef struct hx_graph hx_graph;
 
 /* Called after each layer with the streams f32 [R, S, D] (device memory), and for the
- * steps inside it: "attn_out", "mlp_in", "mlp_out" f32 [R, D], "router_id", "router_w"
- * [R, A], and for rows that select, group by group in row order, "pick" i32 [rows,
+ * steps inside it, window by window in row order: "attn_out", "mlp_in", "mlp_out" f32
+ * [rows, D], "router_id", "router_w" [rows, A], and for rows that select, "pick" i32 [rows,
  * index_topk] pools. */
 typedef void hx_tap_fn(void *ud, int64_t layer, const char *what, hx_buf data,
                        int64_t rows);
@@ -259,8 +259,10 @@ int hx_graph_open(hx_graph **out, hx_model *m, hx_dev *dev, hx_cache *c, int64_t
                   int64_t max_out, int64_t max_ctx, hx_err *err);
 void hx_graph_close(hx_graph *g);
 uint64_t hx_graph_bytes(const hx_graph *g);
-/* About what each row of a call adds to the workspace. */
-uint64_t hx_graph_row_bytes(const hx_desc *d);
+/* Bytes of the device that calls of up to rows rows, of one span, need beside what was taken
+ * at open; from move on these are mem's, until it is called with p NULL. */
+uint64_t hx_graph_room(const hx_graph *g, int64_t rows);
+void hx_graph_move(hx_graph *g, hx_buf mem, int64_t rows);
 void hx_graph_tap(hx_graph *g, hx_tap_fn *fn, void *ud);
 
 /* One call is begin, then layers [l0, l1) in order in any number of slices, then any
@@ -284,7 +286,8 @@ hx_buf hx_graph_hidden(const hx_graph *g);
 
 /* ---- sub-layers (layers.c), used by graph.c -------------------------- */
 
-/* Everything a sub-layer needs; buffers are the graph's workspace. */
+/* Everything a sub-layer needs for a window of a call's rows; buffers are the graph's
+ * workspace. */
 typedef struct {
     hx_dev *dev;
     const hx_desc *d;
@@ -292,18 +295,20 @@ typedef struct {
     bool uniform; /* the same list of operations at any length, as a replayed
                    * graph needs: every row goes through the selection */
     hx_rows rows;
-    const hx_snap_at *snap;
-    int32_t n_snap;
+    int64_t all_rows;  /* of the call */
+    uint8_t *keep;     /* the slot's state after these rows goes there; NULL: nowhere */
     hx_buf x;          /* f32 [R, D] input, normalised */
     hx_buf y;          /* f32 [R, D] output */
-    hx_buf a, b, c, e; /* scratch rows, each f32 [R, wide] */
+    hx_buf post, comb; /* f32 [R, S], [R, S, S] between hc_mix and hc_merge */
+    hx_buf a, b, c, e; /* scratch rows */
     hx_buf g, small;   /* f32 [R, H K], f32 [R, narrow] */
     hx_buf part;       /* f32 [R, A, D] outputs of experts */
     hx_buf route_id, route_w, route_score;
     hx_store *store; /* NULL: experts are read where the model says */
     hx_buf drawn; /* i32 [n_layer, R, A] picks instead of the router\'s; p NULL: none */
-    hx_buf score, pick, n_pick; /* indexer: f32 [score_rows, ld], i32 [score_rows, k] */
-    int64_t score_rows, ld_score;
+    hx_buf score; /* indexer: f32, as many rows as fit */
+    hx_buf pick, n_pick; /* i32 [R, k], [R] */
+    int64_t ld_score;    /* of a whole context */
     hx_tap_fn *tap;
     void *tap_ud;
     int64_t layer;

@@ -1,6 +1,5 @@
 /* store.c - the expert store: records in host memory, slots in device memory, the lane,
  * and what moves between them. See store.h. */
-#include <sched.h>
 #include <stdatomic.h>
 
 #include "dev/lane.h"
@@ -9,8 +8,7 @@
 
 #define PART_ALIGN 256
 #define PARTS      9 /* of a record: w, suh (or scale), svh (or bias) of three matrices */
-#define MOVE_MAX   64 /* pushes on their way */
-#define MOVE_STEP  4  /* newcomers of a step once no slot is free */
+#define MOVE_STEP  4 /* newcomers of a step once no slot is free */
 #define PIN_BYTES  ((size_t)1 << 30)
 #define TRIES      5 /* of a measurement; the best counts */
 
@@ -19,16 +17,6 @@ struct hx_move {
     int64_t item;
     int32_t slot;
     uint64_t ticket;
-};
-
-/* Half of the memory that slots lend to long prefills: a whole layer's experts. */
-struct hx_stage {
-    int64_t layer; /* whose; -1: nobody's */
-    uint64_t ticket;
-    hx_buf at;     /* hx_lease [E] on the device */
-    hx_lease *row; /* [E] the same, locked host memory */
-    hx_buf shared;
-    int32_t slot0; /* first of the E slots */
 };
 
 /* ---- records -------------------------------------------------------------- */
@@ -251,23 +239,27 @@ static int lock_memory(hx_store *s, hx_pool *pool, hx_err *err)
 
 /* ---- tables ------------------------------------------------------------------- */
 
-static hx_buf slot_at(const hx_store *s, int32_t slot)
+hx_buf hx_store_slot(const hx_store *s, int32_t slot)
 {
     return hx_buf_at(s->slots, (size_t)slot * s->record_bytes);
 }
 
-/* A layer's part of a table [n_layer, E]. */
-static hx_buf layer_row(const hx_store *s, hx_buf b, int64_t layer, size_t item)
+hx_buf hx_store_row(const hx_store *s, hx_buf b, int64_t layer, size_t item)
 {
     return (hx_buf) { (char *)b.p + (size_t)(layer * s->n_expert) * item,
                       (size_t)s->n_expert * item };
 }
 
-/* Tells the device where an item lies from now on. */
-static int announce(hx_store *s, int64_t item, int32_t slot, hx_err *err)
+hx_lease hx_store_lease(const hx_store *s, int64_t item, int32_t slot)
 {
     const record r = record_of(expert_at(s->model, item));
-    const hx_lease at = lease_at(&r, slot >= 0 ? slot_at(s, slot).p : s->home[item]);
+
+    return lease_at(&r, slot >= 0 ? hx_store_slot(s, slot).p : s->home[item]);
+}
+
+int hx_store_announce(hx_store *s, int64_t item, int32_t slot, hx_err *err)
+{
+    const hx_lease at = hx_store_lease(s, item, slot);
     const size_t i = (size_t)item;
     int rc;
 
@@ -292,8 +284,7 @@ static int first_tables(hx_store *s, hx_err *err)
         none[i] = -1;
         if (s->home[i] == NULL)
             continue;
-        const record r = record_of(expert_at(s->model, i));
-        at[i] = lease_at(&r, s->home[i]);
+        at[i] = hx_store_lease(s, i, -1);
     }
     if (rc == 0 && (rc = hx_dev_put(s->dev, s->at, at, s->at.n, err)) == 0)
         rc = hx_dev_put(s->dev, s->resident, none, s->resident.n, err);
@@ -314,16 +305,26 @@ static int settle(hx_store *s, hx_err *err)
 
         memmove(s->move, s->move + 1, (size_t)--s->n_move * sizeof *s->move);
         if (s->clock.slot[m.item] != m.slot)
-            continue; /* the slot was lent meanwhile */
-        const int rc = announce(s, m.item, m.slot, err);
+            continue; /* somebody else has the slot by now */
+        const int rc = hx_store_announce(s, m.item, m.slot, err);
         if (rc != 0)
             return rc;
     }
     return 0;
 }
 
-/* Records to device memory, cut where two locked ranges meet: no copy may cross that. */
-static int push(hx_store *s, hx_buf to, const uint8_t *from, size_t bytes, hx_err *err)
+void hx_store_drop_moves(hx_store *s, int32_t first)
+{
+    int n = 0;
+
+    for (int i = 0; i < s->n_move; i++)
+        if (s->move[i].slot < first)
+            s->move[n++] = s->move[i];
+    s->n_move = n;
+}
+
+/* Cut where two locked ranges meet: no copy may cross that. */
+int hx_store_push(hx_store *s, hx_buf to, const uint8_t *from, size_t bytes, hx_err *err)
 {
     while (bytes > 0) {
         const size_t into =
@@ -340,9 +341,7 @@ static int push(hx_store *s, hx_buf to, const uint8_t *from, size_t bytes, hx_er
     return 0;
 }
 
-/* Starts moving an item into a slot; who was there is read from host memory from now on.
- * No operation that reads the slot may be on its way. */
-static int move_in(hx_store *s, int64_t item, int32_t slot, hx_err *err)
+int hx_store_move_in(hx_store *s, int64_t item, int32_t slot, hx_err *err)
 {
     const int64_t was = hx_clock_put(&s->clock, item, slot);
     struct hx_move m = { item, slot, 0 };
@@ -354,11 +353,12 @@ static int move_in(hx_store *s, int64_t item, int32_t slot, hx_err *err)
     if (was >= 0) {
         s->stats.evicted++;
         hx_count(HX_C_experts_evicted_total, 1);
-        if ((rc = announce(s, was, -1, err)) != 0 ||
+        if ((rc = hx_store_announce(s, was, -1, err)) != 0 ||
             (rc = hx_dev_hold_push(s->dev, err)) != 0)
             return rc;
     }
-    if ((rc = push(s, slot_at(s, slot), s->home[item], s->record_bytes, err)) != 0 ||
+    if ((rc = hx_store_push(s, hx_store_slot(s, slot), s->home[item], s->record_bytes,
+                            err)) != 0 ||
         (rc = hx_dev_push_mark(s->dev, &m.ticket, err)) != 0)
         return rc;
     s->move[s->n_move++] = m;
@@ -378,13 +378,13 @@ static int warm(hx_store *s, hx_err *err)
 
         if (s->home[item] == NULL)
             continue;
-        if (s->n_move == MOVE_MAX) {
+        if (s->n_move == HX_MOVE_MAX) {
             if ((rc = hx_dev_await_push(s->dev, s->move[0].ticket, err)) != 0 ||
                 (rc = hx_dev_get(s->dev, &(int32_t) { 0 }, s->resident, 4, err)) != 0 ||
                 (rc = settle(s, err)) != 0)
                 return rc;
         }
-        if ((rc = move_in(s, item, slot++, err)) != 0)
+        if ((rc = hx_store_move_in(s, item, slot++, err)) != 0)
             return rc;
     }
     for (int i = 0; i < s->n_move; i++)
@@ -418,7 +418,7 @@ static int time_device(hx_store *s, const trial *t, const int32_t *id, int64_t n
     const hx_moe_args a = { .y = t->y,
                             .x = t->x,
                             .id = s->here,
-                            .at = layer_row(s, s->at, t->layer, sizeof(hx_lease)),
+                            .at = hx_store_row(s, s->at, t->layer, sizeof(hx_lease)),
                             .expert = s->model->layer[t->layer].expert,
                             .n_expert = s->n_expert,
                             .rows = 1,
@@ -568,7 +568,7 @@ int hx_store_plan(hx_store *s, int64_t layer, int64_t rows, hx_buf id, hx_buf x,
                              .id = id,
                              .x = x,
                              .resident =
-                                 layer_row(s, s->resident, layer, sizeof(int32_t)),
+                                 hx_store_row(s, s->resident, layer, sizeof(int32_t)),
                              .lane = s->lane,
                              .rows = rows,
                              .active = s->n_active,
@@ -577,7 +577,7 @@ int hx_store_plan(hx_store *s, int64_t layer, int64_t rows, hx_buf id, hx_buf x,
                              .layer = (int32_t)layer,
                              .rates = s->rates };
 
-    moe->at = layer_row(s, s->at, layer, sizeof(hx_lease));
+    moe->at = hx_store_row(s, s->at, layer, sizeof(hx_lease));
     moe->id = s->here;
     if (s->lane != NULL) {
         combine->there = s->there;
@@ -615,131 +615,9 @@ static void count_layer(hx_store *s, int64_t layer, int64_t picks, int64_t *want
         ++*by_side[side];
         hx_count(counter[side], 1);
         hx_clock_touch(&s->clock, item);
-        if (s->clock.slot[item] < 0 && *n_wanted < MOVE_MAX)
+        if (s->clock.slot[item] < 0 && *n_wanted < HX_MOVE_MAX)
             wanted[(*n_wanted)++] = item;
     }
-}
-
-/* ---- prefill: slots lent to whole layers -------------------------------------------- */
-
-#define LENT_STEPS 16 /* decode steps without prefill until slots are given back */
-
-static bool is_lent(const hx_store *s)
-{
-    return s->clock.n_slot < s->n_all_slot;
-}
-
-/* The slots of both halves lose their tenants, who are remembered. Nobody may be evicted
- * while slots are lent: a layer on its way may count on any resident. */
-static int lend(hx_store *s, hx_err *err)
-{
-    const int32_t first = s->stage[0].slot0;
-    int rc;
-
-    for (int32_t i = first; i < s->n_all_slot; i++) {
-        const int32_t item = s->clock.tenant[i];
-
-        s->was[i - first] = item;
-        hx_clock_clear(&s->clock, i);
-        if (item >= 0 && (rc = announce(s, item, -1, err)) != 0)
-            return rc;
-    }
-    s->clock.n_slot = first;
-    s->clock.hand = 0;
-    s->stage[0].layer = s->stage[1].layer = -1;
-    return hx_dev_hold_push(s->dev, err);
-}
-
-static void give_back(hx_store *s)
-{
-    s->clock.n_slot = s->n_all_slot;
-    s->stage[0].layer = s->stage[1].layer = -1;
-    s->n_was = s->n_all_slot - s->stage[0].slot0;
-}
-
-/* Those who had to leave come back, ahead of newcomers. */
-static int return_warm(hx_store *s, hx_err *err)
-{
-    while (s->n_was > 0 && s->n_move < MOVE_MAX) {
-        const int32_t item = s->was[--s->n_was], slot = s->stage[0].slot0 + s->n_was;
-
-        if (item < 0 || s->clock.slot[item] >= 0 || s->clock.tenant[slot] >= 0)
-            continue;
-        const int rc = move_in(s, item, slot, err);
-        if (rc != 0)
-            return rc;
-    }
-    return 0;
-}
-
-/* Starts bringing a layer's experts to a half. Runs of neighbours go as one push. */
-static int stage_layer(hx_store *s, struct hx_stage *h, int64_t layer, hx_err *err)
-{
-    const int64_t item0 = layer * s->n_expert;
-    int64_t run = 0; /* experts before e that wait to go together */
-    int rc;
-
-    while (h->ticket != 0 && !hx_dev_pushed(s->dev, h->ticket))
-        sched_yield(); /* its table is still being read */
-    h->layer = layer;
-    for (int64_t e = 0; e <= s->n_expert; e++) {
-        const bool end = e == s->n_expert;
-        const int32_t slot = end ? 0 : s->clock.slot[item0 + e];
-        const uint8_t *home = end ? NULL : s->home[item0 + e];
-
-        if (run > 0 &&
-            (end || slot >= 0 || home != s->home[item0 + e - 1] + s->record_bytes)) {
-            const hx_buf to = slot_at(s, h->slot0 + (int32_t)(e - run));
-            const size_t bytes = (size_t)run * s->record_bytes;
-
-            s->stats.stage_bytes += bytes;
-            if ((rc = push(s, to, s->home[item0 + e - run], bytes, err)) != 0)
-                return rc;
-            run = 0;
-        }
-        if (end)
-            break;
-        const record r = record_of(expert_at(s->model, item0 + e));
-        h->row[e] = lease_at(&r, slot_at(s, slot >= 0 ? slot : h->slot0 + (int32_t)e).p);
-        run += slot < 0;
-    }
-    if ((rc = hx_dev_push(s->dev, h->at, h->row, h->at.n, err)) != 0)
-        return rc;
-    return hx_dev_push_mark(s->dev, &h->ticket, err);
-}
-
-static int64_t next_moe(const hx_store *s, int64_t layer)
-{
-    while (++layer < s->n_layer && s->model->layer[layer].ffn != HX_FFN_MOE)
-        ;
-    return layer < s->n_layer ? layer : -1;
-}
-
-int hx_store_prefill(hx_store *s, int64_t layer, int64_t rows, hx_moe_args *moe,
-                     hx_err *err)
-{
-    const int64_t next = next_moe(s, layer);
-    int rc;
-
-    moe->at = layer_row(s, s->at, layer, sizeof(hx_lease));
-    /* With two picks for each expert, most are needed: all come. */
-    if (s->stage == NULL || rows * s->n_active < 2 * s->n_expert)
-        return 0;
-    if (!is_lent(s) && (rc = lend(s, err)) != 0)
-        return rc;
-    s->lent_steps = LENT_STEPS;
-    struct hx_stage *h = &s->stage[s->stage[1].layer == layer], *other = s->stage;
-    if (h->layer != layer && (rc = hx_dev_hold_push(s->dev, err)) == 0)
-        rc = stage_layer(s, h, layer, err);
-    else
-        rc = 0;
-    other += h == s->stage;
-    if (rc == 0 && next >= 0 && (rc = hx_dev_hold_push(s->dev, err)) == 0)
-        rc = stage_layer(s, other, next, err);
-    if (rc == 0)
-        rc = hx_dev_await_push(s->dev, h->ticket, err);
-    moe->at = h->at;
-    return rc;
 }
 
 /* ---- after a decode step -------------------------------------------------------- */
@@ -750,14 +628,15 @@ static int admit(hx_store *s, const int64_t *wanted, int64_t n, hx_err *err)
 {
     int64_t left = MOVE_STEP;
 
-    for (int64_t i = 0; i < n && s->n_move < MOVE_MAX && left > 0; i++) {
+    for (int64_t i = 0; i < n && s->n_move < HX_MOVE_MAX && left > 0; i++) {
+        const bool came = s->clock.slot[wanted[i]] >= 0; /* back from a lent slot */
         const int32_t slot =
-            s->clock.n_slot > 0 ? hx_clock_find(&s->clock, wanted[i]) : -1;
+            s->clock.n_slot > 0 && !came ? hx_clock_find(&s->clock, wanted[i]) : -1;
 
         if (slot < 0)
             continue;
         left -= s->clock.tenant[slot] >= 0;
-        const int rc = move_in(s, wanted[i], slot, err);
+        const int rc = hx_store_move_in(s, wanted[i], slot, err);
         if (rc != 0)
             return rc;
     }
@@ -766,15 +645,13 @@ static int admit(hx_store *s, const int64_t *wanted, int64_t n, hx_err *err)
 
 int hx_store_end(hx_store *s, int64_t rows, hx_err *err)
 {
-    int64_t wanted[MOVE_MAX], n = 0;
+    int64_t wanted[HX_MOVE_MAX], n = 0;
     int rc;
 
     if (s->lane != NULL)
         hx_lane_rest(s->lane);
     if (s->lane != NULL && (rc = hx_lane_late(s->lane, err)) != 0)
         return rc;
-    if (is_lent(s) && --s->lent_steps <= 0)
-        give_back(s);
     for (int64_t i = 0; i < s->n_layer; i++) { /* each layer is first now and then */
         const int64_t l = (i + s->stats.steps) % s->n_layer;
 
@@ -782,7 +659,7 @@ int hx_store_end(hx_store *s, int64_t rows, hx_err *err)
             count_layer(s, l, rows * s->n_active, wanted, &n);
     }
     s->stats.steps++;
-    if ((rc = settle(s, err)) != 0 || is_lent(s) || (rc = return_warm(s, err)) != 0)
+    if ((rc = settle(s, err)) != 0 || (rc = hx_lend_end(s, err)) != 0 || hx_lend_is_on(s))
         return rc;
     return admit(s, wanted, n, err);
 }
@@ -841,30 +718,6 @@ static int open_buffers(hx_store *s, hx_err *err)
     return hx_dev_shared(s->dev, &s->log, (size_t)s->n_layer * picks, err);
 }
 
-static int open_stage(hx_store *s, uint64_t all, hx_err *err)
-{
-    const size_t bytes = (size_t)s->n_expert * sizeof(hx_lease);
-    int rc;
-
-    if (s->n_all_slot < 2 * s->n_expert || (uint64_t)s->n_all_slot == all)
-        return 0; /* prefill reads in place, or all are there */
-    s->stage = hx_new(struct hx_stage, 2);
-    s->was = hx_new(int32_t, 2 * s->n_expert);
-    if (s->stage == NULL || s->was == NULL)
-        return hx_fail(err, HX_ENOMEM, "expert store: no memory");
-    for (int i = 0; i < 2; i++) {
-        struct hx_stage *h = &s->stage[i];
-
-        h->layer = -1;
-        h->slot0 = s->n_all_slot - (int32_t)((2 - i) * s->n_expert);
-        if ((rc = hx_dev_alloc(s->dev, &h->at, bytes, err)) != 0 ||
-            (rc = hx_dev_shared(s->dev, &h->shared, bytes, err)) != 0)
-            return rc;
-        h->row = h->shared.p;
-    }
-    return 0;
-}
-
 static int open_lane(hx_store *s, const hx_store_opt *opt, hx_err *err)
 {
     const hx_desc *d = &s->model->desc;
@@ -921,7 +774,7 @@ int hx_store_open(hx_store **out, hx_model *m, hx_dev *dev, const hx_store_opt *
     const uint64_t all = bytes / HX_MAX(s->record_bytes, 1);
     s->n_all_slot = (int32_t)HX_MIN(opt->slot_bytes / HX_MAX(s->record_bytes, 1), all);
     s->home = hx_new(const uint8_t *, d->n_layer * d->n_expert);
-    s->move = hx_new(struct hx_move, MOVE_MAX);
+    s->move = hx_new(struct hx_move, HX_MOVE_MAX);
     if (s->home == NULL || s->move == NULL) {
         rc = hx_fail(err, HX_ENOMEM, "expert store: no memory");
         goto fail;
@@ -931,7 +784,7 @@ int hx_store_open(hx_store **out, hx_model *m, hx_dev *dev, const hx_store_opt *
         (rc = gather(s, pool, err)) != 0 || (rc = lock_memory(s, pool, err)) != 0 ||
         (rc = hx_clock_open(&s->clock, d->n_layer * d->n_expert, s->n_all_slot, err)) !=
             0 ||
-        (rc = open_buffers(s, err)) != 0 || (rc = open_stage(s, all, err)) != 0 ||
+        (rc = open_buffers(s, err)) != 0 || (rc = hx_lend_open(s, all, err)) != 0 ||
         (rc = first_tables(s, err)) != 0)
         goto fail;
     if (opt->mode == HX_MODE_AUTO && (rc = open_lane(s, opt, err)) != 0)
@@ -955,10 +808,7 @@ void hx_store_close(hx_store *s)
     if (s == NULL)
         return;
     hx_lane_close(s->lane);
-    for (int i = 0; s->stage != NULL && i < 2; i++) {
-        hx_dev_free(s->dev, &s->stage[i].at);
-        hx_dev_unshared(s->dev, &s->stage[i].shared);
-    }
+    hx_lend_close(s);
     hx_dev_free(s->dev, &s->slots);
     hx_dev_free(s->dev, &s->resident);
     hx_dev_free(s->dev, &s->at);
@@ -973,7 +823,5 @@ void hx_store_close(hx_store *s)
     hx_free(s->pin);
     hx_free(s->home);
     hx_free(s->move);
-    hx_free(s->stage);
-    hx_free(s->was);
     hx_free(s);
 }

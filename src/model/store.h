@@ -1,8 +1,8 @@
 /* store.h - the expert store: routed experts once in host memory, the often picked ones
  * also in slots of device memory; who runs which (op plan); what moves when.
  *
- * Decode: hx_store_plan() per layer, hx_store_end() per step. Prefill: hx_store_prefill()
- * per layer. Everything is called by the engine thread. */
+ * Decode: hx_store_plan() per layer, hx_store_end() per step. Prefill: hx_store_lend() per
+ * chunk, hx_store_prefill() per layer. Everything is called by the engine thread. */
 #ifndef HX_STORE_H
 #define HX_STORE_H
 
@@ -43,10 +43,8 @@ typedef struct hx_store {
     hx_buf log;           /* i32 [n_layer, max_pick], seen by both */
     struct hx_move *move; /* [MOVE_MAX] pushes on their way */
     int n_move;
-    struct hx_stage *stage; /* prefill: two halves */
-    int32_t n_all_slot;     /* slots when none are lent */
-    int32_t *was, n_was; /* [2 E] tenants of lent slots; how many are still to return */
-    int lent_steps;      /* decode steps until lent slots are given back */
+    int32_t n_all_slot;   /* slots when none are lent */
+    struct hx_lend *lend; /* lend.c; NULL: too few slots, or one for each expert */
     hx_experts stats;
 } hx_store;
 
@@ -67,9 +65,48 @@ int hx_store_plan(hx_store *s, int64_t layer, int64_t rows, hx_buf id, hx_buf x,
 void hx_store_begin(hx_store *s);
 int hx_store_end(hx_store *s, int64_t rows, hx_err *err);
 void hx_store_report(const hx_store *s, hx_experts *out);
-/* Before moe of a prefill layer: long calls have the layer's experts brought to device
- * memory one layer ahead. Fills moe->at. */
+
+/* ---- lend.c: slots lent to long prompts ------------------------------------------------ */
+
+/* The last slots are lent while a prompt is read: two halves for whole layers' experts, and
+ * before them workspace. Their tenants are remembered and come back, the most picked first,
+ * once decode steps find that no prompt wants them any more. */
+
+/* Bytes that can be lent beside both halves. */
+uint64_t hx_store_lendable(const hx_store *s);
+/* The same memory again, or more of it, where some is lent already: what lay in it is lost.
+ * Operations from here on have it until hx_store_keep_lent(s, false). */
+int hx_store_lend(hx_store *s, uint64_t bytes, hx_buf *out, hx_err *err);
+/* Whether what is lent stays so at the end of the decode steps to come. */
+void hx_store_keep_lent(hx_store *s, bool keep);
+/* Before moe of a prefill layer, any number of times: long calls (rows in all) have the
+ * layer's experts brought to device memory one layer ahead. Fills moe->at. */
 int hx_store_prefill(hx_store *s, int64_t layer, int64_t rows, hx_moe_args *moe,
                      hx_err *err);
+
+/* ---- what store.c and lend.c share ------------------------------------------------------ */
+
+#define HX_MOVE_MAX 64 /* pushes on their way */
+
+int hx_lend_open(hx_store *s, uint64_t n_expert, hx_err *err);
+void hx_lend_close(hx_store *s);
+bool hx_lend_is_on(const hx_store *s);
+/* At the end of a decode step. */
+int hx_lend_end(hx_store *s, hx_err *err);
+
+hx_buf hx_store_slot(const hx_store *s, int32_t slot);
+/* A layer's part of a table [n_layer, E]. */
+hx_buf hx_store_row(const hx_store *s, hx_buf table, int64_t layer, size_t item);
+/* Addresses of an item in a slot, or with slot -1 in host memory. */
+hx_lease hx_store_lease(const hx_store *s, int64_t item, int32_t slot);
+/* Tells the device where an item lies from now on. */
+int hx_store_announce(hx_store *s, int64_t item, int32_t slot, hx_err *err);
+/* Records to device memory. */
+int hx_store_push(hx_store *s, hx_buf to, const uint8_t *from, size_t bytes, hx_err *err);
+/* Starts moving an item into a slot; who was there is read from host memory from now on.
+ * No operation that reads the slot may be on its way. */
+int hx_store_move_in(hx_store *s, int64_t item, int32_t slot, hx_err *err);
+/* Who is on the way to a slot from first on will not be announced. */
+void hx_store_drop_moves(hx_store *s, int32_t first);
 
 #endif

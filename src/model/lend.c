@@ -1,0 +1,244 @@
+/* lend.c - slots of the expert store lent to long prompts: two halves that take whole
+ * layers' experts in turn, one layer ahead, and workspace before them. See store.h.
+ *
+ * The device's one list of operations keeps all apart: who was in a slot is announced gone
+ * before the slot is written, pushes begin after the operations before them, and operations
+ * that work in lent slots after the pushes that were on their way there. */
+#include <sched.h>
+
+#include "model/model.h"
+#include "model/store.h"
+
+/* Where a whole layer's experts go. */
+struct hx_stage {
+    int64_t layer; /* whose; -1: nobody's */
+    uint64_t ticket;
+    hx_buf at;     /* hx_lease [E] on the device */
+    hx_lease *row; /* [E] the same, locked host memory */
+    hx_buf shared;
+    int32_t slot0; /* first of the E slots */
+};
+
+struct hx_lend {
+    struct hx_stage stage[2];
+    int32_t *was; /* [n_all_slot] who lived there and shall come back; -1: nobody */
+    int32_t n_was;
+    bool keep;
+};
+
+static int64_t next_moe(const hx_store *s, int64_t layer)
+{
+    while (++layer < s->n_layer && s->model->layer[layer].ffn != HX_FFN_MOE)
+        ;
+    return layer < s->n_layer ? layer : -1;
+}
+
+/* ---- lending ------------------------------------------------------------------------- */
+
+bool hx_lend_is_on(const hx_store *s)
+{
+    return s->clock.n_slot < s->n_all_slot;
+}
+
+/* Decode keeps an eighth of its slots. */
+uint64_t hx_store_lendable(const hx_store *s)
+{
+    const int64_t n = s->n_all_slot - s->n_all_slot / 8 - 2 * s->n_expert;
+
+    return s->lend != NULL && n > 0 ? (uint64_t)n * s->record_bytes : 0;
+}
+
+/* Slots from first on lose their tenants. Nobody may be evicted while slots are lent: a layer
+ * on its way may count on any resident. */
+static int lend_from(hx_store *s, int32_t first, hx_err *err)
+{
+    struct hx_lend *l = s->lend;
+    uint64_t pushes;
+    int rc;
+
+    if (first >= s->clock.n_slot)
+        return 0;
+    for (int32_t i = first; i < s->clock.n_slot; i++) {
+        const int32_t item = s->clock.tenant[i];
+
+        hx_clock_clear(&s->clock, i);
+        if (item < 0)
+            continue;
+        l->n_was += l->was[i] < 0;
+        l->was[i] = item;
+        if ((rc = hx_store_announce(s, item, -1, err)) != 0)
+            return rc;
+    }
+    s->clock.n_slot = first;
+    s->clock.hand = 0;
+    hx_store_drop_moves(s, first);
+    l->stage[0].layer = l->stage[1].layer = -1;
+    if ((rc = hx_dev_push_mark(s->dev, &pushes, err)) != 0)
+        return rc;
+    return hx_dev_await_push(s->dev, pushes, err);
+}
+
+void hx_store_keep_lent(hx_store *s, bool keep)
+{
+    if (s->lend != NULL)
+        s->lend->keep = keep;
+}
+
+/* Who of those that had to leave comes back next: the one picked most. -1: nobody. */
+static int32_t next_back(const hx_store *s)
+{
+    const struct hx_lend *l = s->lend;
+    int32_t best = -1;
+
+    for (int32_t i = 0; l->n_was > 0 && i < s->n_all_slot; i++)
+        if (l->was[i] >= 0 &&
+            (best < 0 || s->clock.heat[l->was[i]] > s->clock.heat[l->was[best]]))
+            best = i;
+    return best;
+}
+
+int hx_lend_end(hx_store *s, hx_err *err)
+{
+    struct hx_lend *l = s->lend;
+    int rc;
+
+    if (l == NULL || (hx_lend_is_on(s) && l->keep))
+        return 0;
+    if (hx_lend_is_on(s)) {
+        s->clock.n_slot = s->n_all_slot;
+        if ((rc = hx_dev_hold_push(s->dev, err)) != 0)
+            return rc;
+    }
+    for (int32_t i; s->n_move < HX_MOVE_MAX && (i = next_back(s)) >= 0;) {
+        const int32_t item = l->was[i];
+
+        l->was[i] = -1;
+        l->n_was--;
+        if (s->clock.slot[item] < 0 && s->clock.tenant[i] < 0 &&
+            (rc = hx_store_move_in(s, item, i, err)) != 0)
+            return rc;
+    }
+    return 0;
+}
+
+/* ---- a layer's experts ----------------------------------------------------------------- */
+
+/* Starts bringing a layer's experts to a half. Runs of neighbours go as one push. */
+static int stage_layer(hx_store *s, struct hx_stage *h, int64_t layer, hx_err *err)
+{
+    const int64_t item0 = layer * s->n_expert;
+    int64_t run = 0; /* experts before e that wait to go together */
+    int rc;
+
+    if ((rc = hx_dev_hold_push(s->dev, err)) != 0)
+        return rc;
+    while (h->ticket != 0 && !hx_dev_pushed(s->dev, h->ticket))
+        sched_yield(); /* its table is still being read */
+    h->layer = layer;
+    for (int64_t e = 0; e <= s->n_expert; e++) {
+        const bool end = e == s->n_expert;
+        const int32_t slot = end ? 0 : s->clock.slot[item0 + e];
+        const uint8_t *home = end ? NULL : s->home[item0 + e];
+
+        if (run > 0 &&
+            (end || slot >= 0 || home != s->home[item0 + e - 1] + s->record_bytes)) {
+            const hx_buf to = hx_store_slot(s, h->slot0 + (int32_t)(e - run));
+            const size_t bytes = (size_t)run * s->record_bytes;
+
+            s->stats.stage_bytes += bytes;
+            if ((rc = hx_store_push(s, to, s->home[item0 + e - run], bytes, err)) != 0)
+                return rc;
+            run = 0;
+        }
+        if (end)
+            break;
+        h->row[e] =
+            hx_store_lease(s, item0 + e, slot >= 0 ? slot : h->slot0 + (int32_t)e);
+        run += slot < 0;
+    }
+    if ((rc = hx_dev_push(s->dev, h->at, h->row, h->at.n, err)) != 0)
+        return rc;
+    return hx_dev_push_mark(s->dev, &h->ticket, err);
+}
+
+int hx_store_lend(hx_store *s, uint64_t bytes, hx_buf *out, hx_err *err)
+{
+    struct hx_stage *h = s->lend->stage;
+    const int32_t first =
+        h->slot0 - (int32_t)((bytes + s->record_bytes - 1) / s->record_bytes);
+    const int64_t layer = next_moe(s, -1);
+    int rc;
+
+    hx_assert(bytes <= hx_store_lendable(s));
+    *out = hx_store_slot(s, first);
+    out->n = bytes;
+    s->lend->keep = true;
+    if ((rc = lend_from(s, first, err)) != 0 || h[1].layer == layer || h->layer == layer)
+        return rc;
+    return stage_layer(s, h, layer, err); /* layers before it run meanwhile */
+}
+
+int hx_store_prefill(hx_store *s, int64_t layer, int64_t rows, hx_moe_args *moe,
+                     hx_err *err)
+{
+    const int64_t next = next_moe(s, layer);
+    struct hx_stage *h, *other;
+    int rc;
+
+    moe->at = hx_store_row(s, s->at, layer, sizeof(hx_lease));
+    /* With two picks for each expert, most are needed: all come. */
+    if (s->lend == NULL || rows * s->n_active < 2 * s->n_expert)
+        return 0;
+    h = s->lend->stage;
+    if ((rc = lend_from(s, h[0].slot0, err)) != 0)
+        return rc;
+    h += h[1].layer == layer;
+    other = &s->lend->stage[h == s->lend->stage];
+    if ((h->layer != layer && (rc = stage_layer(s, h, layer, err)) != 0) ||
+        (next >= 0 && other->layer != next &&
+         (rc = stage_layer(s, other, next, err)) != 0))
+        return rc;
+    moe->at = h->at;
+    return hx_dev_await_push(s->dev, h->ticket, err);
+}
+
+/* ---- open and close --------------------------------------------------------------------- */
+
+int hx_lend_open(hx_store *s, uint64_t n_expert, hx_err *err)
+{
+    const size_t bytes = (size_t)s->n_expert * sizeof(hx_lease);
+    struct hx_lend *l;
+    int rc;
+
+    if (s->n_all_slot < 2 * s->n_expert || (uint64_t)s->n_all_slot == n_expert)
+        return 0;
+    s->lend = l = hx_new(struct hx_lend, 1);
+    if (l == NULL || (l->was = hx_new(int32_t, s->n_all_slot)) == NULL)
+        return hx_fail(err, HX_ENOMEM, "expert store: no memory");
+    for (int32_t i = 0; i < s->n_all_slot; i++)
+        l->was[i] = -1;
+    for (int i = 0; i < 2; i++) {
+        struct hx_stage *h = &l->stage[i];
+
+        h->layer = -1;
+        h->slot0 = s->n_all_slot - (int32_t)((2 - i) * s->n_expert);
+        if ((rc = hx_dev_alloc(s->dev, &h->at, bytes, err)) != 0 ||
+            (rc = hx_dev_shared(s->dev, &h->shared, bytes, err)) != 0)
+            return rc;
+        h->row = h->shared.p;
+    }
+    return 0;
+}
+
+void hx_lend_close(hx_store *s)
+{
+    struct hx_lend *l = s->lend;
+
+    for (int i = 0; l != NULL && i < 2; i++) {
+        hx_dev_free(s->dev, &l->stage[i].at);
+        hx_dev_unshared(s->dev, &l->stage[i].shared);
+    }
+    if (l != NULL)
+        hx_free(l->was);
+    hx_free(l);
+}

@@ -1,0 +1,271 @@
+/* lend_test.c - slots lent to long prompts, on the CPU with an arena that stands for GPU
+ * memory: the same bits with and without, decode goes on beside, a cancel in the middle of a
+ * chunk gives back, everybody who had to leave comes back, no slot is lost. */
+#include <stdarg.h>
+#include <stddef.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <cmocka.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "engine/engine.h"
+#include "lend.c"
+
+/* Where the slots are, and a model for it that needs no file there. */
+static const char *device, *model = "models/demo-exl3";
+static int32_t n_all = 80; /* its experts */
+static uint64_t beside;    /* of a GPU's memory, taken before any expert */
+
+enum {
+    N_ROW = 1000, /* of the long prompt */
+    N_OUT = 100,  /* its last rows, whose logits are compared */
+    MOST = 160,   /* experts of a model */
+    CLOCK_US = 1000
+};
+
+static int32_t prompt[N_ROW];
+
+static void open_part(hx_engine **e, int64_t slots)
+{
+    static size_t record;
+    hx_options o = { .model_dir = model,
+                     .device = device,
+                     .ctx_tokens = 2048,
+                     .n_threads = 2,
+                     .max_streams = 4,
+                     .prefix = HX_PREFIX_OFF,
+                     .expert_us = { 1, 10, 12, 4, 5 } };
+    hx_err err;
+
+    if (record == 0) {
+        hx_model *m;
+
+        assert_int_equal(hx_model_open(&m, model, NULL, NULL, &err), 0);
+        assert_int_equal(hx_store_bytes(m, &record) / record, n_all);
+        hx_model_close(m);
+    }
+    if (slots > 0)
+        o.vram_bytes = beside + (uint64_t)slots * record;
+    if (hx_open(e, &o, &err) != 0)
+        fail_msg("%s", err.msg);
+    if (device != NULL && slots == 0) {
+        hx_info info;
+
+        hx_get_info(*e, &info);
+        beside = info.device_bytes;
+    }
+    for (int i = 0; i < N_ROW; i++)
+        prompt[i] = (int32_t)(hx_rng_at(3, (uint64_t)i) % 4000);
+}
+
+static void logits_of(hx_engine *e, float *out)
+{
+    const hx_score_args a = {
+        .tokens = prompt, .n_tokens = N_ROW, .from = N_ROW - N_OUT, .logits = out
+    };
+    hx_err err;
+
+    if (hx_score(e, &a, &err) != 0)
+        fail_msg("%s", err.msg);
+}
+
+static hx_stream *ask(hx_engine *e, int64_t n, int64_t n_new)
+{
+    const hx_request r = {
+        .tokens = prompt, .n_tokens = n, .max_new = n_new, .ignore_eos = true
+    };
+    hx_stream *s;
+    hx_err err;
+
+    if (hx_submit(e, &r, &s, &err) != 0)
+        fail_msg("%s", err.msg);
+    return s;
+}
+
+/* Reads n tokens of an answer, or more where they came together. */
+static int read_some(hx_stream *s, int32_t *token, int n, hx_event *ev)
+{
+    int have = 0;
+
+    while (have < n && hx_next(s, ev, 60000) == 1 && ev->kind != HX_EV_DONE) {
+        if (ev->kind == HX_EV_ERROR)
+            fail_msg("%s", ev->err.msg);
+        for (int i = 0; i < ev->n_tokens; i++)
+            token[have++] = ev->tokens[i];
+    }
+    return have;
+}
+
+/* Every slot has one tenant at most, who knows it; nobody waits to come back; nothing is lent
+ * and the graph has its own memory. */
+static void expect_whole(const hx_engine *e)
+{
+    const hx_store *s = e->model->store;
+    int32_t there = 0;
+
+    assert_int_equal(s->clock.n_slot, s->n_all_slot);
+    assert_int_equal(s->lend->n_was, 0);
+    for (int32_t i = 0; i < s->n_all_slot; i++)
+        if (s->clock.tenant[i] >= 0) {
+            assert_int_equal(s->clock.slot[s->clock.tenant[i]], i);
+            there++;
+        }
+    for (int64_t i = 0; i < s->clock.n_item; i++)
+        there -= s->clock.slot[i] >= 0;
+    assert_int_equal(there, 0);
+    assert_true(hx_graph_room(e->prefill, HX_PREFILL_ROWS) == 0);
+}
+
+/* Chunks of 256 rows and of more, experts in place or staged: the same logits. */
+static void test_same_bits(void **state)
+{
+    const struct {
+        int64_t slots;
+        bool longer;
+    } ways[] = { { n_all / 4, false }, { n_all - 1, true }, { n_all - 8, true } };
+    float *want, *got;
+    hx_engine *e;
+    hx_info info;
+
+    (void)state;
+    open_part(&e, 0);
+    hx_get_info(e, &info);
+    want = hx_new(float, N_OUT *(int64_t)info.n_vocab);
+    got = hx_new(float, N_OUT *(int64_t)info.n_vocab);
+    logits_of(e, want);
+    hx_close(e);
+    for (size_t i = 0; i < HX_LEN(ways); i++) {
+        open_part(&e, ways[i].slots);
+        print_message("           %2lld slots: chunks of %lld rows\n",
+                      (long long)ways[i].slots, (long long)e->prefill_rows);
+        assert_int_equal(e->prefill_rows > HX_PREFILL_ROWS, ways[i].longer);
+        for (int round = 0; round < 2; round++) {
+            logits_of(e, got);
+            assert_memory_equal(want, got, (size_t)info.n_vocab * N_OUT * sizeof(float));
+        }
+        hx_close(e);
+    }
+    hx_free(want);
+    hx_free(got);
+}
+
+/* Costs that make the scheduler take the longest chunk beside decode, one layer a slice. */
+static void pretend_costs(hx_engine *e)
+{
+    for (int64_t i = 0; i < e->costs.n_layer * e->costs.n_block; i++)
+        e->costs.layer[i] = CLOCK_US;
+    for (int i = 1; i <= HX_SPAN_MAX; i++)
+        e->costs.step[i] = e->costs.alone[i] = CLOCK_US;
+}
+
+static void test_beside(void **state)
+{
+    enum { N_NEW = 120 };
+    int32_t want[2][N_NEW], got[2][N_NEW], was[MOST];
+    hx_stream *s[2];
+    hx_event ev[2] = { { 0 } };
+    hx_experts before, after;
+    hx_engine *e;
+    int first, n, back = 0, lived = 0;
+
+    (void)state;
+    open_part(&e, 0); /* by themselves, without a store */
+    for (int i = 0; i < 2; i++) {
+        s[i] = ask(e, i == 0 ? 20 : N_ROW, N_NEW);
+        assert_int_equal(read_some(s[i], want[i], N_NEW, &ev[i]), N_NEW);
+        hx_stream_free(s[i]);
+    }
+    hx_close(e);
+
+    open_part(&e, n_all - 1);
+    pretend_costs(e);
+    memcpy(was, e->model->store->clock.tenant, (size_t)(n_all - 1) * sizeof *was);
+    s[0] = ask(e, 20, N_NEW);
+    first = read_some(s[0], got[0], 8, &ev[0]);
+    hx_get_experts(e, &before);
+    s[1] = ask(e, N_ROW, N_NEW);
+    n = read_some(s[1], got[1], 1, &ev[1]);
+    hx_get_experts(e, &after);
+    print_message("           %lld decode steps beside the prompt\n",
+                  (long long)(after.steps - before.steps));
+    /* Three chunks of 8 layers, at first each a slice. */
+    assert_true(after.stage_bytes > 0 && after.steps - before.steps >= 6);
+    assert_int_equal(first + read_some(s[0], got[0] + first, N_NEW - first, &ev[0]),
+                     N_NEW);
+    assert_int_equal(n + read_some(s[1], got[1] + n, N_NEW - n, &ev[1]), N_NEW);
+    assert_memory_equal(want, got, sizeof want);
+    for (int i = 0; i < 2; i++)
+        while (ev[i].kind != HX_EV_DONE)
+            assert_int_equal(hx_next(s[i], &ev[i], 60000), 1);
+    expect_whole(e);
+    for (int32_t i = 0; i < n_all - 1; i++) {
+        lived += was[i] >= 0;
+        back += was[i] >= 0 && e->model->store->clock.slot[was[i]] >= 0;
+    }
+    print_message("           %d of %d who lived in slots before live there again\n",
+                  back, lived);
+    assert_true(back >=
+                lived - 1); /* 79 slots, 80 experts: newcomers push out at most one */
+    for (int i = 0; i < 2; i++)
+        hx_stream_free(s[i]);
+    hx_close(e);
+}
+
+/* Cancelled before, in the middle of, and after chunks. */
+static void test_cancel(void **state)
+{
+    int32_t want[20], got[20];
+    hx_event ev = { 0 };
+    hx_engine *e;
+    hx_stream *s;
+
+    (void)state;
+    open_part(&e, n_all - 1);
+    s = ask(e, 20, 20);
+    assert_int_equal(read_some(s, want, 20, &ev), 20);
+    hx_stream_free(s);
+    for (int i = 0; i < 12; i++) {
+        const int64_t until = hx_now_us() + 15000 * i;
+
+        s = ask(e, N_ROW, 20);
+        while (hx_now_us() < until)
+            hx_next(s, &ev, 1);
+        hx_cancel(s);
+        while (ev.kind != HX_EV_DONE)
+            assert_int_equal(hx_next(s, &ev, 60000), 1);
+        hx_stream_free(s);
+        ev = (hx_event) { 0 };
+        s = ask(e, 20, 20);
+        assert_int_equal(read_some(s, got, 20, &ev), 20);
+        assert_memory_equal(want, got, sizeof want);
+        while (ev.kind != HX_EV_DONE)
+            assert_int_equal(hx_next(s, &ev, 60000), 1);
+        hx_stream_free(s);
+        ev = (hx_event) { 0 };
+        expect_whole(e);
+    }
+    hx_close(e);
+}
+
+/* --gpu: the same on a GPU; picks of a synthetic model depend on the slot, so nothing is
+ * compared beside others there. */
+int main(int argc, char **argv)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_same_bits),
+        cmocka_unit_test(test_beside),
+        cmocka_unit_test(test_cancel),
+    };
+    const struct CMUnitTest gpu[] = {
+        cmocka_unit_test(test_same_bits),
+        cmocka_unit_test(test_cancel),
+    };
+
+    if (argc < 2 || strcmp(argv[1], "--gpu") != 0)
+        return cmocka_run_group_tests_name("lend", tests, NULL, NULL);
+    device = "cuda";
+    model = "synthetic:glm-5.3-flash,layers=8,experts=32";
+    n_all = 160;
+    return cmocka_run_group_tests_name("lend", gpu, NULL, NULL);
+}
