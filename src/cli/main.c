@@ -612,9 +612,9 @@ int cli_open_engine(hx_engine **out, const hx_cli *c, hx_load_fn *also, void *ud
     hx_err err = { 0 };
 
     if (c->kv != NULL) {
-        static const char *const names[] = { [HX_KV_BF16] = "bf16",
-                                             [HX_KV_F32] = "f32",
-                                             [HX_KV_FP8] = "fp8" };
+        static const char *const names[] = {
+            [HX_KV_BF16] = "bf16", [HX_KV_F32] = "f32", [HX_KV_FP8] = "fp8"
+        };
         size_t i = 0;
 
         while (i < HX_LEN(names) && strcmp(c->kv, names[i]) != 0)

@@ -5,8 +5,9 @@
  *
  * All sums are fp32 FMAs in an order that follows the row's own length, decode and prefill
  * alike; attention of prefill rows on Hopper is cuda_mla.cu. */
+#include <cuda_fp16.h>
+
 #include "dev/cuda_pages.h"
-#include "dev/fmt_plain.h"
 
 enum { ROW_THREADS = 128 };
 
@@ -59,6 +60,27 @@ extern "C" int hx_cuda_latent_append(hx_dev *d, const hx_latent_append_args *a,
     return 0;
 }
 
+/* As hx_page_put_fp8, by the block. */
+HX_DEVICE void store_fp8(const page_args &g, int64_t at, int64_t scale_at, const float *c)
+{
+    __shared__ uint32_t peak;
+    uint8_t *data = (uint8_t *)g.data;
+    uint32_t mine = 0;
+
+    if (threadIdx.x == 0)
+        peak = 0;
+    for (int i = threadIdx.x; i < g.width; i += ROW_THREADS)
+        mine = max(mine, hx_bits_of(c[i]) & 0x7FFFFFFFu);
+    __syncthreads();
+    atomicMax(&peak, mine);
+    __syncthreads();
+    const uint8_t scale = hx_page_scale_of(peak);
+    for (int i = threadIdx.x; i < g.width; i += ROW_THREADS)
+        data[at + i] = hx_e4m3_from(c[i] * hx_page_unscale(scale));
+    if (threadIdx.x == 0)
+        data[scale_at] = scale;
+}
+
 /* One block: one row. Grid rows. Reads the row, writes it rounded. */
 __global__ void __launch_bounds__(ROW_THREADS)
     append_latents(const latent_args a, const __grid_constant__ hx_cuda_spans spans)
@@ -68,7 +90,12 @@ __global__ void __launch_bounds__(ROW_THREADS)
 
     if (s.n_row == 0)
         return;
-    const int64_t at = page_item(a.cache, s.slot, s.pos0 + (int)(row - s.row0), HX_PAGE);
+    const int pos = s.pos0 + (int)(row - s.row0);
+    const int64_t at = page_item(a.cache, s.slot, pos, HX_PAGE);
+    if (a.cache.fp8 != 0) {
+        store_fp8(a.cache, at, page_scale(a.cache, at, pos), a.c + row * a.ldc);
+        return;
+    }
     for (int i = threadIdx.x; i < a.cache.width; i += ROW_THREADS)
         page_store(a.cache, at + i, a.c[row * a.ldc + i]);
 }
@@ -884,10 +911,20 @@ HX_DEVICE void tile_fill(const attend_args &a, const position_list &l, int i0, i
 {
     for (int r = threadIdx.x / 32; r < TILE; r += ATTEND_WARPS) {
         const bool in = i0 + r < end;
-        const float *c =
-            (const float *)a.cache.data +
-            (in ? page_item(a.cache, l.slot, position_at(l, i0 + r), HX_PAGE) : 0);
+        const int pos = in ? position_at(l, i0 + r) : 0;
+        const int64_t at = in ? page_item(a.cache, l.slot, pos, HX_PAGE) : 0;
+        const float *c = (const float *)a.cache.data + at;
+        const uint8_t *b = (const uint8_t *)a.cache.data;
 
+        if (a.cache.fp8 != 0) {
+            const float scale =
+                in ? hx_page_scale(b[page_scale(a.cache, at, pos)]) : 0.0f;
+
+            for (int d = threadIdx.x & 31; d < pad; d += 32)
+                room->c[r][d] =
+                    in && d < a.cache.width ? hx_e4m3_to(b[at + d]) * scale : 0.0f;
+            continue;
+        }
 #pragma unroll 4
         for (int d = threadIdx.x & 31; d < pad; d += 32)
             room->c[r][d] = in && d < a.cache.width ? c[d] : 0.0f;
@@ -1022,6 +1059,28 @@ __global__ void attend_parts(const attend_args a,
 template <bool VEC>
 __global__ void attend_parts_mma(const attend_args a,
                                  const __grid_constant__ hx_cuda_spans spans);
+
+/* The same for FP8 latents. The two parts of a half hold 22 bits of a query or weight, and
+ * an e4m3 is exact as a half, so two products do where bf16 needs three. Warps have 64
+ * channels each. */
+enum {
+    FP8_PART = 64,
+    FP8_LD = MAX_LATENT + 32, /* bytes: rows 0 to 3 lie 32 bytes apart in the banks */
+    SPLIT_F16 = 2,
+    FP8_UP = 14, /* weights are halves of up to 2^14 */
+};
+
+typedef struct {
+    uint8_t c[2][MMA_TILE][FP8_LD]; /* row fp8_row(i): the tile's i-th latent */
+    uint8_t scale[2][MMA_TILE];
+    float dot[ATTEND_WARPS][HEADS][MMA_DOT_LD];
+    uint16_t p[SPLIT_F16][HEADS][MMA_P_LD];
+    float keep[HEADS], unit; /* of weights */
+    int64_t from[2 * MMA_TILE];
+} fp8_room;
+
+__global__ void attend_parts_fp8(const attend_args a,
+                                 const __grid_constant__ hx_cuda_spans spans);
 __global__ void attend_join(const attend_args a,
                             const __grid_constant__ hx_cuda_spans spans);
 
@@ -1053,7 +1112,13 @@ static int attend_rows(hx_cuda *c, const attend_args *k, const hx_cuda_spans *sp
 {
     const dim3 grid((unsigned)(k->splits * hx_ceil_div(k->heads, HEADS)), (unsigned)rows);
 
-    if (k->cache.f32 != 0)
+    const bool whole = k->cache.width % 16 == 0 &&
+                       (((uintptr_t)k->cache.data | (uintptr_t)k->q) & 15) == 0;
+
+    if (k->cache.fp8 != 0 && whole)
+        HX_LAUNCH(c, "mla_attend", err, attend_parts_fp8, grid, ATTEND_THREADS,
+                  sizeof(fp8_room), *k, *spans);
+    else if (k->cache.f32 != 0 || k->cache.fp8 != 0)
         HX_LAUNCH(c, "mla_attend", err, attend_parts, grid, ATTEND_THREADS,
                   sizeof(attend_room), *k, *spans);
     else if (k->cache.width % 8 == 0 &&
@@ -1350,6 +1415,315 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2)
                     to[1] = z[n][2 * i + 1];
             }
         }
+    attend_norm(a, x, top, mass);
+}
+
+/* ---- attention over FP8 latents ---------------------------------------- */
+
+/* What a product with halves of e4m3 must be multiplied by. */
+#if __CUDA_ARCH__ >= 890
+static const float FP8_UNIT = 1;
+#else
+static const float FP8_UNIT = 256;
+#endif
+
+/* Two e4m3, in the lower and in the upper byte pair's first bytes, as halves. */
+HX_DEVICE void fp8_halves(uint32_t &lo, uint32_t &hi, uint32_t four)
+{
+#if __CUDA_ARCH__ >= 890
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, b;}"
+        : "=r"(lo), "=r"(hi)
+        : "r"(four));
+#else
+    /* the fields moved to those of a half leave a factor of 2^8, for subnormals too */
+    const uint32_t a = __byte_perm(four, 0, 0x1404), b = __byte_perm(four, 0, 0x3424);
+
+    lo = (a & 0x80008000u) | (a & 0x7F007F00u) >> 1;
+    hi = (b & 0x80008000u) | (b & 0x7F007F00u) >> 1;
+#endif
+}
+
+/* Two neighbours of a row, larger part first. */
+HX_DEVICE void split_f16(float x, float y, uint32_t (&part)[SPLIT_F16])
+{
+    const __half2 hi = __floats2half2_rn(x, y);
+    const float2 big = __half22float2(hi);
+    const __half2 lo = __floats2half2_rn(x - big.x, y - big.y);
+
+    memcpy(&part[0], &hi, 4);
+    memcpy(&part[1], &lo, 4);
+}
+
+/* As mma_bf16, for halves. */
+HX_DEVICE void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
+{
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, "
+                 "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* Where the i-th latent of a tile lies in shared memory: latents 2 j and 2 j + 1 go into
+ * one operand of a lane j, which reads them as rows that meet no other lane's bank, be it
+ * as eight rows of scores or as four pairs of rows of z. */
+HX_DEVICE int fp8_row(int i)
+{
+    const int j = i >> 1 & 3;
+
+    return (i & ~7) + ((i & 1) == 0 ? j : 4 + (j ^ 2));
+}
+
+/* Begins to copy the latents that begin at from[0 .. MMA_TILE), 0 past the width. */
+HX_DEVICE void fp8_tile(const attend_args &a, const int64_t *from, uint8_t (*to)[FP8_LD])
+{
+    const uint8_t *data = (const uint8_t *)a.cache.data;
+    const int c = 16 * (threadIdx.x & 31);
+
+#pragma unroll
+    for (int j = 0; j < MMA_TILE / ATTEND_WARPS; j++) {
+        const int i = (threadIdx.x >> 5) + ATTEND_WARPS * j;
+        const bool in = from[i] >= 0 && c < a.cache.width;
+
+        copy16(&to[fp8_row(i)][c], data + (in ? from[i] + c : 0), in);
+    }
+    copy_commit();
+}
+
+/* Finds latent i of the list: where it begins, negative past the end; its scale. */
+HX_DEVICE int64_t fp8_find(const attend_args &a, const attend_part &x, int i,
+                           uint8_t &scale)
+{
+    scale = 0;
+    if (i >= x.end)
+        return -1;
+    const int pos = position_at(x.l, i);
+    const int64_t at = page_item(a.cache, x.l.slot, pos, HX_PAGE);
+
+    scale = ((const uint8_t *)a.cache.data)[page_scale(a.cache, at, pos)];
+    return at;
+}
+
+/* The warp's 64 channels of the queries of heads lane / 4 and lane / 4 + 8 as operands, a
+ * lane's 16 channels in a row; halves of up to 2^14, and what makes scores of products. */
+HX_DEVICE void fp8_queries(const attend_args &a, const attend_part &x,
+                           uint32_t (&q)[FP8_PART / 16][SPLIT_F16][4], float (&unit)[2])
+{
+    const int lane = threadIdx.x & 31, width = a.cache.width,
+              c = FP8_PART * (threadIdx.x >> 5) + 16 * (lane & 3);
+
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int h = (lane >> 2) + 8 * r;
+        const float *from = a.q + (x.row * a.heads + x.head0 + h) * width + c;
+        float4 v[4];
+        uint32_t peak = 0;
+
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            v[k] = h < x.n_head && c < width ? ((const float4 *)from)[k]
+                                             : make_float4(0, 0, 0, 0);
+            peak = max(max(peak, hx_bits_of(v[k].x) & 0x7FFFFFFFu),
+                       max(hx_bits_of(v[k].y) & 0x7FFFFFFFu,
+                           max(hx_bits_of(v[k].z) & 0x7FFFFFFFu,
+                               hx_bits_of(v[k].w) & 0x7FFFFFFFu)));
+        }
+        peak = max(peak, __shfl_xor_sync(~0u, peak, 1));
+        peak = max(peak, __shfl_xor_sync(~0u, peak, 2));
+        const uint32_t e = max(peak >> 23, 27u);
+        const float up = hx_float_of((267 - e) << 23);
+
+        unit[r] = hx_float_of((e - 13) << 23) * FP8_UNIT;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            uint32_t part[SPLIT_F16];
+
+            split_f16(v[k].x * up, v[k].y * up, part);
+            q[k][0][r] = part[0];
+            q[k][1][r] = part[1];
+            split_f16(v[k].z * up, v[k].w * up, part);
+            q[k][0][2 + r] = part[0];
+            q[k][1][2 + r] = part[1];
+        }
+    }
+}
+
+/* Scores of a tile over the warp's channels, without the latents' scales. */
+HX_DEVICE void fp8_dots(const uint32_t (&q)[FP8_PART / 16][SPLIT_F16][4],
+                        const float (&unit)[2], const uint8_t (*c)[FP8_LD],
+                        float (*dot)[MMA_DOT_LD])
+{
+    const int lane = threadIdx.x & 31;
+
+#pragma unroll
+    for (int n = 0; n < MMA_TILE; n += 8) {
+        const uint4 raw = *(const uint4 *)&c[n + fp8_row(lane >> 2)][16 * (lane & 3)];
+        uint32_t b[FP8_PART / 16][2];
+        float d[4] = {};
+
+        fp8_halves(b[0][0], b[0][1], raw.x);
+        fp8_halves(b[1][0], b[1][1], raw.y);
+        fp8_halves(b[2][0], b[2][1], raw.z);
+        fp8_halves(b[3][0], b[3][1], raw.w);
+#pragma unroll
+        for (int part = SPLIT_F16 - 1; part >= 0; part--)
+#pragma unroll
+            for (int k = 0; k < FP8_PART / 16; k++)
+                mma_f16(d, q[k][part], b[k][0], b[k][1]);
+        float *to = &dot[lane >> 2][n + 2 * (lane & 3)];
+        *(float2 *)to = make_float2(d[0] * unit[0], d[1] * unit[0]);
+        *(float2 *)(to + 8 * MMA_DOT_LD) = make_float2(d[2] * unit[1], d[3] * unit[1]);
+    }
+}
+
+/* As mma_soften over the warps that have channels. Weights are multiplied by the latents'
+ * scales, relative to the largest of the tile. */
+HX_DEVICE void fp8_soften(float scale, int n, int warps, const uint8_t *scales,
+                          float &top, float &mass, fp8_room *room)
+{
+    const int h = threadIdx.x >> 4, i = 2 * (threadIdx.x & 15);
+    const int s0 = scales[i], s1 = scales[i + 1];
+    const int most = (int)__reduce_max_sync(~0u, (unsigned)max(s0, s1));
+    float s[2] = { 0, 0 }, best, sum;
+    uint32_t part[SPLIT_F16];
+
+    for (int w = 0; w < warps; w++) {
+        const float2 v = *(const float2 *)&room->dot[w][h][i];
+
+        s[0] += v.x;
+        s[1] += v.y;
+    }
+    s[0] = i < n ? s[0] * hx_page_scale(s0) * scale : -INFINITY;
+    s[1] = i + 1 < n ? s[1] * hx_page_scale(s1) * scale : -INFINITY;
+    best = fmaxf(s[0], s[1]);
+    for (int d = 8; d > 0; d /= 2)
+        best = fmaxf(best, __shfl_xor_sync(~0u, best, d));
+    best = fmaxf(best, top);
+    const float p0 = i < n ? expf(s[0] - best) : 0.0f;
+    const float p1 = i + 1 < n ? expf(s[1] - best) : 0.0f, keep = expf(top - best);
+    sum = p0 + p1;
+    for (int d = 8; d > 0; d /= 2)
+        sum += __shfl_xor_sync(~0u, sum, d);
+    mass = fmaf(mass, keep, sum);
+    top = best;
+    split_f16(p0 * hx_float_of((uint32_t)max(s0 - most + FP8_UP + 127, 0) << 23),
+              p1 * hx_float_of((uint32_t)max(s1 - most + FP8_UP + 127, 0) << 23), part);
+#pragma unroll
+    for (int k = 0; k < SPLIT_F16; k++)
+        *(uint32_t *)&room->p[k][h][i] = part[k];
+    if (i == 0)
+        room->keep[h] = keep;
+    if (threadIdx.x == 0)
+        room->unit = hx_page_scale((uint8_t)most) * (FP8_UNIT / (1 << FP8_UP));
+}
+
+/* z = keep z + p c over the warp's channels: of z[j] a lane has heads lane / 4 and + 8,
+ * channels 16 (lane % 4) + j and + 8. */
+HX_DEVICE void fp8_blend(float (&z)[8][4], const uint8_t (*c)[FP8_LD],
+                         const fp8_room *room)
+{
+    const int lane = threadIdx.x & 31, r = (lane & 7) + (lane & 8), half = lane >> 4 << 3;
+    const float keep0 = room->keep[lane >> 2], keep1 = room->keep[(lane >> 2) + 8],
+                unit = room->unit;
+    const uint8_t *at = &c[lane & 3][8 * (lane >> 2)];
+    const int odd = ((4 + ((lane & 3) ^ 2)) - (lane & 3)) * FP8_LD;
+    uint32_t p[MMA_TILE / 16][SPLIT_F16][4];
+
+#pragma unroll
+    for (int k = 0; k < MMA_TILE / 16; k++)
+#pragma unroll
+        for (int part = 0; part < SPLIT_F16; part++)
+            load_matrices(p[k][part], &room->p[part][r][16 * k + half]);
+#pragma unroll
+    for (int j0 = 0; j0 < 8; j0 += 4) {
+        uint32_t b[MMA_TILE / 16][4][2];
+
+#pragma unroll
+        for (int k = 0; k < MMA_TILE / 16; k++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) { /* latents 2 j and 2 j + 1 of eight, twice */
+                const uint8_t *row = at + (16 * k + 8 * i) * FP8_LD + j0;
+                const uint32_t x = *(const uint32_t *)row,
+                               y = *(const uint32_t *)(row + odd);
+
+                fp8_halves(b[k][0][i], b[k][1][i], __byte_perm(x, y, 0x5140));
+                fp8_halves(b[k][2][i], b[k][3][i], __byte_perm(x, y, 0x7362));
+            }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float d[4] = {};
+
+#pragma unroll
+            for (int part = SPLIT_F16 - 1; part >= 0; part--)
+#pragma unroll
+                for (int k = 0; k < MMA_TILE / 16; k++)
+                    mma_f16(d, p[k][part], b[k][j][0], b[k][j][1]);
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                z[j0 + j][e] = fmaf(z[j0 + j][e], e < 2 ? keep0 : keep1, d[e] * unit);
+        }
+    }
+}
+
+/* Grid as attend_parts. Shared memory: two tiles of 32 latents, the scores of a tile from
+ * each warp, its weights; 58 KiB. */
+__global__ void __launch_bounds__(ATTEND_THREADS, 2)
+    attend_parts_fp8(const attend_args a, const __grid_constant__ hx_cuda_spans spans)
+{
+    extern __shared__ __align__(16) char shared[];
+    fp8_room *room = (fp8_room *)shared;
+    const attend_part x = attend_begin(a, spans);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, d0 = FP8_PART * warp,
+              width = a.cache.width, warps = (width + FP8_PART - 1) / FP8_PART;
+    uint32_t q[FP8_PART / 16][SPLIT_F16][4];
+    float z[8][4] = {}, unit[2], top = -INFINITY, mass = 0;
+    uint8_t scale;
+
+    if (x.begin >= x.l.n)
+        return;
+    if (threadIdx.x < 2 * MMA_TILE) {
+        room->from[threadIdx.x] = fp8_find(a, x, x.begin + (int)threadIdx.x, scale);
+        room->scale[threadIdx.x / MMA_TILE][threadIdx.x % MMA_TILE] = scale;
+    }
+    __syncthreads();
+    fp8_tile(a, room->from, room->c[0]);
+    fp8_tile(a, room->from + MMA_TILE, room->c[1]);
+    fp8_queries(a, x, q, unit);
+    for (int i0 = x.begin, turn = 0; i0 < x.end; i0 += MMA_TILE, turn ^= 1) {
+        const uint8_t(*c)[FP8_LD] = (const uint8_t(*)[FP8_LD]) & room->c[turn][0][d0];
+
+        copy_wait_older();
+        __syncthreads();
+        if (threadIdx.x < MMA_TILE)
+            room->from[threadIdx.x] =
+                fp8_find(a, x, i0 + 2 * MMA_TILE + (int)threadIdx.x, scale);
+        if (warp < warps)
+            fp8_dots(q, unit, c, room->dot[warp]);
+        __syncthreads();
+        fp8_soften(a.scale, x.end - i0, warps, room->scale[turn], top, mass, room);
+        __syncthreads();
+        if (warp < warps)
+            fp8_blend(z, c, room);
+        __syncthreads();
+        if (threadIdx.x < MMA_TILE)
+            room->scale[turn][threadIdx.x] = scale;
+        fp8_tile(a, room->from, room->c[turn]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int h = (lane >> 2) + 8 * r, d = d0 + 16 * (lane & 3);
+        float4 *to = (float4 *)(a.part + (x.at + h) * a.ld + d);
+
+        if (h >= x.n_head || d >= width)
+            continue;
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int j = 0; j < 2; j++)
+                to[2 * i + j] =
+                    make_float4(z[4 * j][2 * r + i], z[4 * j + 1][2 * r + i],
+                                z[4 * j + 2][2 * r + i], z[4 * j + 3][2 * r + i]);
+    }
     attend_norm(a, x, top, mass);
 }
 

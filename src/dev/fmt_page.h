@@ -26,11 +26,14 @@ HX_HD int64_t hx_page_bytes(hx_cache_fmt f, int64_t items, int64_t width)
 }
 
 /* The scale byte of an item whose largest magnitude has these bits: the largest e4m3, 448,
- * is 1.75 * 2^8, and up to 1.8125 rounds to it. */
+ * is 1.75 * 2^8, and up to 1.8125 rounds to it. With an infinity or NaN among the values
+ * it is 255, an infinity itself, so that the item cannot be read as numbers. */
 HX_HD uint8_t hx_page_scale_of(uint32_t peak)
 {
     const uint32_t e = (peak + 0x17FFFFu) >> 23;
 
+    if (peak >= 0x7F800000u)
+        return 255;
     return (uint8_t)(e < HX_PAGE_SCALE_MIN + 8 ? HX_PAGE_SCALE_MIN : e - 8);
 }
 
@@ -42,10 +45,10 @@ HX_HD float hx_page_scale(uint8_t s)
 /* What makes a value of that item an e4m3. */
 HX_HD float hx_page_unscale(uint8_t s)
 {
-    return hx_float_of((uint32_t)(254 - s) << 23);
+    return s == 255 ? 0.0f : hx_float_of((uint32_t)(254 - s) << 23);
 }
 
-/* An item of an FP8 page; what is no number becomes NaN. */
+/* An item of an FP8 page. */
 static inline void hx_page_put_fp8(uint8_t *item, uint8_t *scale, const float *v,
                                    int64_t width)
 {

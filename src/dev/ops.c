@@ -252,8 +252,7 @@ static void pages(check *c, const char *name, const hx_pages *g, const hx_rows *
     const int64_t per = HX_PAGE / unit;
     size_t n;
 
-    if (g->fmt != HX_CACHE_BF16 && g->fmt != HX_CACHE_F32 &&
-        g->fmt != HX_CACHE_FP8)
+    if (g->fmt != HX_CACHE_BF16 && g->fmt != HX_CACHE_F32 && g->fmt != HX_CACHE_FP8)
         REFUSE(c, "%s: %s has unknown format %d", c->op, name, (int)g->fmt);
     at_least(c, "page width", g->width, 1);
     at_least(c, "pages of a slot", g->max_page, 0);

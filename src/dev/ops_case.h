@@ -340,17 +340,16 @@ static void paged(trial *t, const char *name, hx_pages *g, const hx_rows *r, int
         g->max_page = HX_MAX(g->max_page, n + 1);
     }
     g->n_page = used + 1;
-    static const type types[] = { [HX_CACHE_BF16] = T_BF16,
-                                  [HX_CACHE_F32] = T_F32,
-                                  [HX_CACHE_FP8] = T_U8 };
+    static const type types[] = {
+        [HX_CACHE_BF16] = T_BF16, [HX_CACHE_F32] = T_F32, [HX_CACHE_FP8] = T_U8
+    };
     const int64_t values = HX_PAGE / unit * g->width,
                   each = values + (g->fmt == HX_CACHE_FP8 ? HX_PAGE / unit : 0);
-    uint8_t *bytes =
-        row_buf(t, &g->data, name, ro, types[g->fmt], g->n_page * each, 1);
+    uint8_t *bytes = row_buf(t, &g->data, name, ro, types[g->fmt], g->n_page * each, 1);
     t->buf[t->n_buf - 1].row = 0;
     for (int64_t i = 0; g->fmt == HX_CACHE_FP8 && i < g->n_page * each; i++)
         if (i % each >= values)
-            bytes[i] = 118 + bytes[i] % 3; /* 2^-9, 2^-8, 2^-7 */
+            bytes[i] = 118 + bytes[i] % 3;  /* 2^-9, 2^-8, 2^-7 */
         else if ((bytes[i] & 0x7F) == 0x7F) /* NaN */
             bytes[i] = 0x33;
     int32_t *table = add(t, joined(t, name, "table"), IN, T_I32, slots_n * g->max_page, 0,
@@ -981,8 +980,7 @@ OP_CASES(kda_out, .nmse = 1e-13, .why = "f32 sums, an exp of 2^-22") {
 };
 VECTORS(kda_out) { { .rows = 2, .heads = 2, .width = 5, .eps = 1e-5f } };
 
-OP_CASES(latent_append, .nmse = 0, .same_bits = true,
-         .why = "a copy, at most rounded") {
+OP_CASES(latent_append, .nmse = 0, .same_bits = true, .why = "a copy, at most rounded") {
     { .cache = PAGES(BF16, 1), .rows = SPANS(1, { 0, 0, 1, 0, 0 }) },
     { .cache = PAGES(BF16, 67),
       .ldc = 70,

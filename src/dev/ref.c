@@ -1048,10 +1048,10 @@ static page_item page_row(const hx_pages *g, int32_t slot, int64_t i, int64_t pe
 
 static double page_get(const hx_pages *g, page_item row, int64_t i)
 {
-    return g->fmt == HX_CACHE_F32    ? (double)hx_f32_at(row.v, i)
-           : g->fmt == HX_CACHE_BF16 ? (double)hx_bf16_at(row.v, i)
-                                     : (double)hx_fp8_at(row.v, i) *
-                                           (double)hx_page_scale(*row.scale);
+    return g->fmt == HX_CACHE_F32 ? (double)hx_f32_at(row.v, i)
+           : g->fmt == HX_CACHE_BF16
+               ? (double)hx_bf16_at(row.v, i)
+               : (double)hx_fp8_at(row.v, i) * (double)hx_page_scale(*row.scale);
 }
 
 static void page_put(const hx_pages *g, page_item row, int64_t i, double v)
@@ -1230,7 +1230,7 @@ static void attend_part(void *ud, int64_t begin, int64_t end, int worker)
 
         for (int64_t i = 0; i < n; i++) {
             const page_item row = page_row(&a->cache, c->slot,
-                                       attended(a, pick, n_pick, c->pos, i), HX_PAGE);
+                                           attended(a, pick, n_pick, c->pos, i), HX_PAGE);
 
             p[i] = 0;
             for (int64_t d = 0; d < width; d++)
@@ -1241,7 +1241,7 @@ static void attend_part(void *ud, int64_t begin, int64_t end, int worker)
         memset(z, 0, (size_t)width * sizeof(*z));
         for (int64_t i = 0; i < n; i++) {
             const page_item row = page_row(&a->cache, c->slot,
-                                       attended(a, pick, n_pick, c->pos, i), HX_PAGE);
+                                           attended(a, pick, n_pick, c->pos, i), HX_PAGE);
             const double e = exp(p[i] - top);
 
             mass += e;
