@@ -58,7 +58,7 @@ typedef struct {
     size_t n;
 } hx_str; /* borrowed bytes */
 
-typedef enum { HX_KV_BF16, HX_KV_F32 } hx_kv;
+typedef enum { HX_KV_BF16, HX_KV_F32, HX_KV_FP8 } hx_kv;
 
 /* Which kept states a prompt may go on from: any; only those that prefill built, so that
  * answers never depend on what was served before; none. */
@@ -129,6 +129,7 @@ typedef struct {
     float temperature, top_p; /* the model's own defaults */
     int32_t top_k;            /* 0 is all */
     uint64_t n_param, weight_bytes, cache_bytes, work_bytes;
+    uint64_t token_bytes;  /* of sequence memory that a token of context takes */
     uint64_t device_bytes; /* of the device's memory, routed experts left out */
     const char *device;    /* "cpu (avx2, 2 threads)" */
 } hx_info;

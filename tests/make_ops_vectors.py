@@ -393,6 +393,34 @@ def latent_append(r):
                 page = table[slot, (pos0 + t) // PAGE]
                 new[page * PAGE + (pos0 + t) % PAGE] = bf16_bits(c[row0 + t]) if as_bf16 else c[row0 + t]
         case("latent_append", c=c, cache=data, cache__table=table, **{"cache>": new})
+    w = 6
+    c = r.n(5, w)
+    c[1] = 0, 464, -17, 26, 0.0009765625, -1.5             # 464 and 17 and 26 lie half way
+    c[2] = 465, 464, 1, 2.0 ** -10, 3 * 2.0 ** -9, -2.0 ** -30
+    c[3] = 0
+    data = r.bits(np.uint8, 4, PAGE * (w + 1))
+    new = data.copy()
+    for slot, row0, rows, pos0, _ in spans:
+        for t in range(rows):
+            page, at = table[slot, (pos0 + t) // PAGE], (pos0 + t) % PAGE
+            new[page, at * w:at * w + w], new[page, PAGE * w + at] = fp8_item(c[row0 + t])
+    case("latent_append", c=c, cache=data, cache__table=table, **{"cache>": new})
+
+
+def fp8_item(x):
+    """Codes and scale byte: the least power of two, 2^-117 or more, with which the largest
+    value rounds to no more than 448; nearest codes, ties to the even one."""
+    known = e4m3(np.arange(127))
+    k = -117
+    while abs(f64(x)).max() * 2.0 ** -k > 464:
+        k += 1
+    codes = []
+    for v in f64(x) * 2.0 ** -k:
+        far = abs(known - abs(v))
+        best = np.flatnonzero(far == far.min())
+        code = best[0] if len(best) == 1 else best[best % 2 == 0][0]
+        codes.append(code | (128 if np.signbit(v) else 0))
+    return np.array(codes, np.uint8), k + 127
 
 
 def index_append(r):
@@ -452,10 +480,17 @@ def mla_attend(r):
     spans = [(1, 0, 2, 66, 0), (0, 2, 1, 0, 0)]
     picks = [[0, 3, 15], [1, 2, 16], [0, 0, 0]]
     n_pick = [3, 3, 0]
-    for as_bf16, sparse in ((False, False), (True, True)):
+    for fmt, sparse in (("f32", False), ("bf16", True), ("fp8", True)):
         data, q = r.n(4 * PAGE, w), r.n(3, heads, w)
-        bits = bf16_bits(data)
-        value = bf16(bits) if as_bf16 else f64(data)
+        cache, value = data, f64(data)
+        if fmt == "bf16":
+            cache = bf16_bits(data)
+            value = bf16(cache)
+        elif fmt == "fp8":
+            items = [fp8_item(x) for x in data]
+            cache = np.concatenate([np.concatenate([c for c, _ in page] + [[s for _, s in page]])
+                                    for page in (items[i:i + PAGE] for i in range(0, 4 * PAGE, PAGE))])
+            value = np.array([e4m3(c) * 2.0 ** (s - 127) for c, s in items])
         z = np.zeros((3, heads, w))
         for slot, row0, rows, pos0, _ in spans:
             for t in range(rows):
@@ -470,7 +505,7 @@ def mla_attend(r):
                 p = np.exp(s - s.max(1, keepdims=True))
                 z[row] = p / p.sum(1, keepdims=True) @ c
         extra = {"pick": picks, "n_pick": n_pick} if sparse else {}
-        case("mla_attend", q=q, cache=bits if as_bf16 else data, cache__table=table, z=z, **extra)
+        case("mla_attend", q=q, cache=cache, cache__table=table, z=z, **extra)
 
 
 # ---- sampling: greedy choice, log-probabilities and alternatives of adjusted logits

@@ -28,6 +28,8 @@ check version 0 '^hoist [0-9]' "$hoist" --version
 check no_command 2 'usage:' "$hoist"
 check bad_command 2 'no command "fly"' "$hoist" fly
 check bad_option 2 'has no option --fast' "$hoist" serve --fast
+check bad_kv 2 'kv "int4": expected bf16, fp8 or f32' "$hoist" run $demo --kv int4 -p x
+check plan_kv 0 'token of context +1154 bytes' "$hoist" plan $demo --kv fp8 --ctx 1024
 check bad_value 2 'port: "banana", expected an integer' "$hoist" serve --port banana
 check no_model 1 '/nowhere/config\.json' "$hoist" run /nowhere -p x
 check inspect 0 'routed experts' "$hoist" inspect $demo

@@ -61,6 +61,9 @@ check settings 0 'against_reference' "$hoist" score $demo --with isa=scalar --te
 holds settings_equal "$tmp/s.json" "m['against_reference']['kl_max'] == 0 and all(g['equal'] for g in m['greedy']) and len(m['greedy']) == 4"
 check reference_device 0 'against_reference' "$hoist" score $demo --with device=ref --text "$tmp/short.txt" --window 64 --out "$tmp/r.json"
 holds reference_device_near "$tmp/r.json" "0 < m['against_reference']['kl_p99']['value'] < 1e-4 and m['against_reference']['top1_agreement']['value'] > 0.97 and m['against_reference']['interval']['units'] >= 2"
+# FP8 latents: far less than the 1e-3 that the weights of this demo cost, but not nothing.
+check fp8 0 'against_panel, 87' "$hoist" score $demo --kv fp8 --panel "$panel" --out "$tmp/f.json"
+holds fp8_near "$tmp/f.json" "2e-7 < r['mean_kl_top20'] < 3e-5 and r['top1_agreement'] == 1"
 check lead 0 'alone' "$hoist" score $demo --text "$tmp/short.txt" --lead '[gMASK]<sop>' --window 64
 check needle 0 'needle, 100 tokens: [0-5] of 5' "$hoist" score $demo --needle 100 --out "$tmp/n.json"
 holds needle_rows "$tmp/n.json" "len(m['needle']) == 5 and all(n['prompt_tokens'] > 60 for n in m['needle'])"

@@ -125,8 +125,9 @@ static const option options[] = {
     { "--cache", "SIZE",
       "sequence memory (what the streams need, at most a quarter of the memory)",
       OPT_SIZE, AT(cache), 0, ENGINE, 0, 0 },
-    { "--kv", "bf16|f32", "how attention memory is kept (bf16)", OPT_STR, AT(kv), 0,
-      ENGINE, 0, 0 },
+    { "--kv", "bf16|fp8|f32",
+      "how attention memory is kept (bf16); fp8 takes about half, f32 is for comparisons",
+      OPT_STR, AT(kv), 0, ENGINE, 0, 0 },
     { "--prefix", "reuse|strict|off",
       "go on from what earlier requests left; strict: only from what was read as a "
       "prompt "
@@ -614,8 +615,20 @@ int cli_open_engine(hx_engine **out, const hx_cli *c, hx_load_fn *also, void *ud
                        .on_load_ud = &view };
     hx_err err = { 0 };
 
-    if (c->kv != NULL && strcmp(c->kv, "f32") == 0)
-        opt.kv = HX_KV_F32;
+    if (c->kv != NULL) {
+        static const char *const names[] = {
+            [HX_KV_BF16] = "bf16", [HX_KV_F32] = "f32", [HX_KV_FP8] = "fp8"
+        };
+        size_t i = 0;
+
+        while (i < HX_LEN(names) && strcmp(c->kv, names[i]) != 0)
+            i++;
+        if (i == HX_LEN(names)) {
+            fprintf(stderr, "hoist: kv \"%.40s\": expected bf16, fp8 or f32\n", c->kv);
+            return 2;
+        }
+        opt.kv = (hx_kv)i;
+    }
     if (c->expert_us != NULL &&
         sscanf(c->expert_us, "%f,%f,%f,%f,%f", &opt.expert_us[0], &opt.expert_us[1],
                &opt.expert_us[2], &opt.expert_us[3], &opt.expert_us[4]) != 5) {
@@ -669,10 +682,6 @@ int main(int argc, char **argv)
     if (c.help) {
         print_help(cmd);
         return 0;
-    }
-    if (c.kv != NULL && strcmp(c.kv, "f32") != 0 && strcmp(c.kv, "bf16") != 0) {
-        fprintf(stderr, "hoist: --kv: \"%.40s\", expected bf16 or f32\n", c.kv);
-        return 2;
     }
     c.no_canary = c.no_canary || cmd->bit != SERVE;
     if (cmd->bit == BENCH && c.prefix == NULL &&

@@ -76,6 +76,8 @@ int cmd_plan(const hx_cli *c)
     printf("%s on %s\n", info.name, info.device);
     line("weights", info.weight_bytes);
     line("sequence memory", info.cache_bytes);
+    printf("  %-40s %llu bytes\n", "of it a token of context",
+           (unsigned long long)info.token_bytes);
     line("workspace", info.work_bytes);
     if (info.device_bytes > 0)
         line("of the device, before routed experts", info.device_bytes);

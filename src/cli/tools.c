@@ -244,10 +244,11 @@ int cmd_inspect(const hx_cli *c)
     printf("experts: %lld routed (%lld active, width %lld), shared width %lld\n",
            (long long)d->n_expert, (long long)d->n_active, (long long)d->expert_width,
            (long long)d->shared_width);
-    printf("trained context: %lld tokens; per token of context %.1f KB (bf16), per "
-           "sequence %.1f MB\n",
+    printf("trained context: %lld tokens; per token of context %.1f KB (bf16; fp8: "
+           "%.1f), per sequence %.1f MB\n",
            (long long)d->ctx_trained,
            (double)hx_cache_page_bytes(d, HX_CACHE_BF16) / HX_PAGE / 1e3,
+           (double)hx_cache_page_bytes(d, HX_CACHE_FP8) / HX_PAGE / 1e3,
            (double)hx_cache_slot_bytes(d) / 1e6);
     printf("text model: %.2f M parameters in matrices, %s\n", (double)m->n_param / 1e6,
            bytes);

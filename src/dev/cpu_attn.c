@@ -7,6 +7,7 @@
 #include <math.h>
 
 #include "dev/cpu_kern.h"
+#include "dev/fmt_page.h"
 
 enum { WORK_FLOATS = HX_KERN_WORKER_BYTES / sizeof(float) };
 
@@ -349,31 +350,44 @@ int hx_cpu_kda_chunk(hx_dev *d, const hx_kda_chunk_args *a, hx_err *err)
 
 /* ---- paged memory ---------------------------------------------------- */
 
-/* Row of a slot's paged memory that holds item i, with per items in a page. */
-static void *page_row(const hx_pages *g, int32_t slot, int64_t i, int64_t per)
-{
-    const int64_t page = g->table[slot * g->max_page + i / per];
-    const size_t item = g->fmt == HX_CACHE_F32 ? sizeof(float) : sizeof(uint16_t);
+typedef struct {
+    void *v;
+    uint8_t *scale; /* of FP8 */
+} page_item;
 
-    return (char *)g->data.p + (size_t)((page * per + i % per) * g->width) * item;
+/* Item i of a slot's paged memory, with per items in a page. */
+static page_item page_row(const hx_pages *g, int32_t slot, int64_t i, int64_t per)
+{
+    const int64_t id = g->table[slot * g->max_page + i / per], at = i % per;
+    char *page = (char *)g->data.p + id * hx_page_bytes(g->fmt, per, g->width);
+
+    return (page_item) { page + at * g->width * hx_page_value_bytes(g->fmt),
+                         (uint8_t *)page + per * g->width + at };
 }
 
 static void page_read(const hx_kern *v, const hx_pages *g, int32_t slot, int64_t i,
                       int64_t per, float *out)
 {
-    v->widen(out, page_row(g, slot, i, per),
-             g->fmt == HX_CACHE_F32 ? HX_FMT_F32 : HX_FMT_BF16, 1, g->width);
+    static const hx_fmt fmt[] = { [HX_CACHE_BF16] = HX_FMT_BF16,
+                                  [HX_CACHE_F32] = HX_FMT_F32,
+                                  [HX_CACHE_FP8] = HX_FMT_FP8 };
+    const page_item row = page_row(g, slot, i, per);
+
+    v->widen(out, row.v, fmt[g->fmt],
+             g->fmt == HX_CACHE_FP8 ? hx_page_scale(*row.scale) : 1, g->width);
 }
 
 static void page_write(const hx_kern *v, const hx_pages *g, int32_t slot, int64_t i,
                        int64_t per, const float *in)
 {
-    void *row = page_row(g, slot, i, per);
+    const page_item row = page_row(g, slot, i, per);
 
-    if (g->fmt == HX_CACHE_F32)
-        memcpy(row, in, (size_t)g->width * sizeof(float));
+    if (g->fmt == HX_CACHE_FP8)
+        hx_page_put_fp8(row.v, row.scale, in, g->width);
+    else if (g->fmt == HX_CACHE_F32)
+        memcpy(row.v, in, (size_t)g->width * sizeof(float));
     else
-        v->narrow(row, in, g->width);
+        v->narrow(row.v, in, g->width);
 }
 
 /* Floats between widened rows: whole vectors, and not a power of two, which would send

@@ -743,7 +743,9 @@ INLINE void fp8_at(int64_t i, int64_t w, float *out, const uint8_t *in, float sc
     uint8_t __attribute__((vector_size(W))) c = { 0 };
 
     memcpy(&c, in + i, (size_t)HX_MIN(w, W));
-    const vi h = __builtin_convertvector(c, vi), size = h & 0x7f;
+    const uint16_t __attribute__((vector_size(2 * W))) two = __builtin_convertvector(
+        c, __typeof__(two)); /* in one step gcc 12 goes bytewise */
+    const vi h = __builtin_convertvector(two, vi), size = h & 0x7f;
     const vi nan = (size == 0x7f) & 0x7fc00000;
     const vi v = (vi)((vf)(size << 20) * 0x1p120f);
 

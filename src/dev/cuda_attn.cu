@@ -5,8 +5,9 @@
  *
  * All sums are fp32 FMAs in an order that follows the row's own length, decode and prefill
  * alike; attention of prefill rows on Hopper is cuda_mla.cu. */
+#include <cuda_fp16.h>
+
 #include "dev/cuda_pages.h"
-#include "dev/fmt_plain.h"
 
 enum { ROW_THREADS = 128 };
 
@@ -59,6 +60,27 @@ extern "C" int hx_cuda_latent_append(hx_dev *d, const hx_latent_append_args *a,
     return 0;
 }
 
+/* As hx_page_put_fp8, by the block. */
+HX_DEVICE void store_fp8(const page_args &g, int64_t at, int64_t scale_at, const float *c)
+{
+    __shared__ uint32_t peak;
+    uint8_t *data = (uint8_t *)g.data;
+    uint32_t mine = 0;
+
+    if (threadIdx.x == 0)
+        peak = 0;
+    for (int i = threadIdx.x; i < g.width; i += ROW_THREADS)
+        mine = max(mine, hx_bits_of(c[i]) & 0x7FFFFFFFu);
+    __syncthreads();
+    atomicMax(&peak, mine);
+    __syncthreads();
+    const uint8_t scale = hx_page_scale_of(peak);
+    for (int i = threadIdx.x; i < g.width; i += ROW_THREADS)
+        data[at + i] = hx_e4m3_from(c[i] * hx_page_unscale(scale));
+    if (threadIdx.x == 0)
+        data[scale_at] = scale;
+}
+
 /* One block: one row. Grid rows. Reads the row, writes it rounded. */
 __global__ void __launch_bounds__(ROW_THREADS)
     append_latents(const latent_args a, const __grid_constant__ hx_cuda_spans spans)
@@ -68,7 +90,12 @@ __global__ void __launch_bounds__(ROW_THREADS)
 
     if (s.n_row == 0)
         return;
-    const int64_t at = page_item(a.cache, s.slot, s.pos0 + (int)(row - s.row0), HX_PAGE);
+    const int pos = s.pos0 + (int)(row - s.row0);
+    const int64_t at = page_item(a.cache, s.slot, pos, HX_PAGE);
+    if (a.cache.fp8 != 0) {
+        store_fp8(a.cache, at, page_scale(a.cache, at, pos), a.c + row * a.ldc);
+        return;
+    }
     for (int i = threadIdx.x; i < a.cache.width; i += ROW_THREADS)
         page_store(a.cache, at + i, a.c[row * a.ldc + i]);
 }
@@ -273,6 +300,11 @@ HX_DEVICE void copy16(void *to, const void *from, bool in)
 HX_DEVICE void copy_commit(void)
 {
     asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+HX_DEVICE void copy_wait(void)
+{
+    asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 /* Waits for all but the newest group. */
@@ -884,10 +916,20 @@ HX_DEVICE void tile_fill(const attend_args &a, const position_list &l, int i0, i
 {
     for (int r = threadIdx.x / 32; r < TILE; r += ATTEND_WARPS) {
         const bool in = i0 + r < end;
-        const float *c =
-            (const float *)a.cache.data +
-            (in ? page_item(a.cache, l.slot, position_at(l, i0 + r), HX_PAGE) : 0);
+        const int pos = in ? position_at(l, i0 + r) : 0;
+        const int64_t at = in ? page_item(a.cache, l.slot, pos, HX_PAGE) : 0;
+        const float *c = (const float *)a.cache.data + at;
+        const uint8_t *b = (const uint8_t *)a.cache.data;
 
+        if (a.cache.fp8 != 0) {
+            const float scale =
+                in ? hx_page_scale(b[page_scale(a.cache, at, pos)]) : 0.0f;
+
+            for (int d = threadIdx.x & 31; d < pad; d += 32)
+                room->c[r][d] =
+                    in && d < a.cache.width ? hx_e4m3_to(b[at + d]) * scale : 0.0f;
+            continue;
+        }
 #pragma unroll 4
         for (int d = threadIdx.x & 31; d < pad; d += 32)
             room->c[r][d] = in && d < a.cache.width ? c[d] : 0.0f;
@@ -1022,6 +1064,32 @@ __global__ void attend_parts(const attend_args a,
 template <bool VEC>
 __global__ void attend_parts_mma(const attend_args a,
                                  const __grid_constant__ hx_cuda_spans spans);
+
+/* The same for FP8 latents. The two parts of a half hold 22 bits of a query or weight, and
+ * an e4m3 is exact as a half, so two products do where bf16 needs three. Warps have 64
+ * channels each; a tile is a whole part of what rows up to SPLIT * SPLITS positions
+ * attend, as what bounds those is the way through one tile. */
+enum {
+    FP8_PART = 64,
+    FP8_TILE = 64,
+    FP8_LD = MAX_LATENT + 32, /* bytes: rows 0 to 3 lie 32 bytes apart in the banks */
+    FP8_DOT_LD = FP8_TILE + 8,
+    FP8_P_LD = FP8_TILE + 8,
+    SPLIT_F16 = 2,
+    FP8_UP = 14, /* weights are halves of up to 2^14 */
+};
+
+typedef struct {
+    uint8_t c[FP8_TILE][FP8_LD]; /* row fp8_row(i): the tile's i-th latent */
+    float dot[ATTEND_WARPS][HEADS][FP8_DOT_LD];
+    uint16_t p[SPLIT_F16][HEADS][FP8_P_LD];
+    float keep[HEADS], unit; /* of weights */
+    int64_t from[FP8_TILE];
+    uint8_t scale[FP8_TILE]; /* 0 past the end */
+} fp8_room;
+
+__global__ void attend_parts_fp8(const attend_args a,
+                                 const __grid_constant__ hx_cuda_spans spans);
 __global__ void attend_join(const attend_args a,
                             const __grid_constant__ hx_cuda_spans spans);
 
@@ -1053,7 +1121,13 @@ static int attend_rows(hx_cuda *c, const attend_args *k, const hx_cuda_spans *sp
 {
     const dim3 grid((unsigned)(k->splits * hx_ceil_div(k->heads, HEADS)), (unsigned)rows);
 
-    if (k->cache.f32 != 0)
+    const bool whole = k->cache.width % 16 == 0 &&
+                       (((uintptr_t)k->cache.data | (uintptr_t)k->q) & 15) == 0;
+
+    if (k->cache.fp8 != 0 && whole)
+        HX_LAUNCH(c, "mla_attend", err, attend_parts_fp8, grid, ATTEND_THREADS,
+                  sizeof(fp8_room), *k, *spans);
+    else if (k->cache.f32 != 0 || k->cache.fp8 != 0)
         HX_LAUNCH(c, "mla_attend", err, attend_parts, grid, ATTEND_THREADS,
                   sizeof(attend_room), *k, *spans);
     else if (k->cache.width % 8 == 0 &&
@@ -1350,6 +1424,339 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 2)
                     to[1] = z[n][2 * i + 1];
             }
         }
+    attend_norm(a, x, top, mass);
+}
+
+/* ---- attention over FP8 latents ---------------------------------------- */
+
+/* What a product with halves of e4m3 must be multiplied by. */
+#if __CUDA_ARCH__ >= 890
+static const float FP8_UNIT = 1;
+#else
+static const float FP8_UNIT = 256;
+#endif
+
+/* Two e4m3, in the lower and in the upper byte pair's first bytes, as halves. */
+HX_DEVICE void fp8_halves(uint32_t &lo, uint32_t &hi, uint32_t four)
+{
+#if __CUDA_ARCH__ >= 890
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, b;}"
+        : "=r"(lo), "=r"(hi)
+        : "r"(four));
+#else
+    /* the fields moved to those of a half leave a factor of 2^8, for subnormals too */
+    const uint32_t a = __byte_perm(four, 0, 0x1404), b = __byte_perm(four, 0, 0x3424);
+
+    lo = (a & 0x80008000u) | (a & 0x7F007F00u) >> 1;
+    hi = (b & 0x80008000u) | (b & 0x7F007F00u) >> 1;
+#endif
+}
+
+/* Two neighbours of a row, larger part first. */
+HX_DEVICE void split_f16(float x, float y, uint32_t (&part)[SPLIT_F16])
+{
+    const __half2 hi = __floats2half2_rn(x, y);
+    const float2 big = __half22float2(hi);
+    const __half2 lo = __floats2half2_rn(x - big.x, y - big.y);
+
+    memcpy(&part[0], &hi, 4);
+    memcpy(&part[1], &lo, 4);
+}
+
+/* As mma_bf16, for halves; the compiler may order it. */
+HX_DEVICE void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, "
+        "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* Where the i-th latent of a tile lies in shared memory: latents 2 j and 2 j + 1 go into
+ * one operand of a lane j, which reads them as rows that meet no other lane's bank, be it
+ * as eight rows of scores or as four pairs of rows of z. */
+HX_DEVICE int fp8_row(int i)
+{
+    const int j = i >> 1 & 3;
+
+    return (i & ~7) + ((i & 1) == 0 ? j : 4 + (j ^ 2));
+}
+
+/* Begins to copy the latents i0 on of the list, 0 past its end and past the width. */
+HX_DEVICE void fp8_tile(const attend_args &a, const attend_part &x, int i0,
+                        fp8_room *room)
+{
+    const uint8_t *data = (const uint8_t *)a.cache.data;
+    const int mine = threadIdx.x, c = 16 * (threadIdx.x & 31);
+
+    if (mine < FP8_TILE) {
+        const bool in = i0 + mine < x.end;
+        const int pos = in ? position_at(x.l, i0 + mine) : 0;
+        const int64_t at = in ? page_item(a.cache, x.l.slot, pos, HX_PAGE) : -1;
+
+        room->from[mine] = at;
+        room->scale[mine] = in ? data[page_scale(a.cache, at, pos)] : 0;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < FP8_TILE / ATTEND_WARPS; j++) {
+        const int i = (threadIdx.x >> 5) + ATTEND_WARPS * j;
+        const int64_t from = room->from[i];
+        const bool in = from >= 0 && c < a.cache.width;
+
+        copy16(&room->c[fp8_row(i)][c], data + (in ? from + c : 0), in);
+    }
+    copy_commit();
+}
+
+/* The lane's 16 of the warp's 64 channels of the queries of heads lane / 4 and + 8. */
+HX_DEVICE void fp8_load_queries(const attend_args &a, const attend_part &x,
+                                float4 (&v)[2][4])
+{
+    const int lane = threadIdx.x & 31, width = a.cache.width,
+              c = FP8_PART * (threadIdx.x >> 5) + 16 * (lane & 3);
+
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int h = (lane >> 2) + 8 * r;
+        const float *from = a.q + (x.row * a.heads + x.head0 + h) * width + c;
+
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            v[r][k] = h < x.n_head && c < width ? ((const float4 *)from)[k]
+                                                : make_float4(0, 0, 0, 0);
+    }
+}
+
+/* The same as operands, halves of up to 2^14; unit makes scores of products. */
+HX_DEVICE void fp8_split_queries(const float4 (&v)[2][4],
+                                 uint32_t (&q)[FP8_PART / 16][SPLIT_F16][4],
+                                 float (&unit)[2])
+{
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        uint32_t peak = 0;
+
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            peak = max(max(peak, hx_bits_of(v[r][k].x) & 0x7FFFFFFFu),
+                       max(hx_bits_of(v[r][k].y) & 0x7FFFFFFFu,
+                           max(hx_bits_of(v[r][k].z) & 0x7FFFFFFFu,
+                               hx_bits_of(v[r][k].w) & 0x7FFFFFFFu)));
+        peak = max(peak, __shfl_xor_sync(~0u, peak, 1));
+        peak = max(peak, __shfl_xor_sync(~0u, peak, 2));
+        const uint32_t e = max(peak >> 23, 27u);
+        const float up = hx_float_of((267 - e) << 23);
+
+        unit[r] = hx_float_of((e - 13) << 23) * FP8_UNIT;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            uint32_t part[SPLIT_F16];
+
+            split_f16(v[r][k].x * up, v[r][k].y * up, part);
+            q[k][0][r] = part[0];
+            q[k][1][r] = part[1];
+            split_f16(v[r][k].z * up, v[r][k].w * up, part);
+            q[k][0][2 + r] = part[0];
+            q[k][1][2 + r] = part[1];
+        }
+    }
+}
+
+/* Scores of a tile over the warp's channels, without the latents' scales; c: the first of
+ * the warp's channels. */
+HX_DEVICE void fp8_dots(const uint32_t (&q)[FP8_PART / 16][SPLIT_F16][4],
+                        const float (&unit)[2], const uint8_t (*c)[FP8_LD],
+                        float (*dot)[FP8_DOT_LD])
+{
+    const int lane = threadIdx.x & 31;
+    const uint8_t *at = &c[fp8_row(lane >> 2)][16 * (lane & 3)];
+    float *to = &dot[lane >> 2][2 * (lane & 3)];
+
+#pragma unroll 1
+    for (int n0 = 0; n0 < FP8_TILE; n0 += 32) {
+        uint4 raw[4];
+        float d[4][4] = {};
+
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+            raw[n] = *(const uint4 *)(at + (n0 + 8 * n) * FP8_LD);
+#pragma unroll
+        for (int k = 0; k < FP8_PART / 16; k++)
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                uint32_t b0, b1;
+
+                fp8_halves(b0, b1,
+                           k == 0   ? raw[n].x
+                           : k == 1 ? raw[n].y
+                           : k == 2 ? raw[n].z
+                                    : raw[n].w);
+                mma_f16(d[n], q[k][1], b0, b1);
+                mma_f16(d[n], q[k][0], b0, b1);
+            }
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            *(float2 *)(to + n0 + 8 * n) =
+                make_float2(d[n][0] * unit[0], d[n][1] * unit[0]);
+            *(float2 *)(to + n0 + 8 * n + 8 * FP8_DOT_LD) =
+                make_float2(d[n][2] * unit[1], d[n][3] * unit[1]);
+        }
+    }
+}
+
+/* As mma_soften over the warps that have channels; a thread has one head and four latents.
+ * Weights are multiplied by the latents' scales, relative to the largest of the tile. */
+HX_DEVICE void fp8_soften(float scale, int n, int warps, float &top, float &mass,
+                          fp8_room *room)
+{
+    const int h = threadIdx.x >> 4, i = 4 * (threadIdx.x & 15);
+    const uint32_t scales = *(const uint32_t *)&room->scale[i];
+    float s[4] = {}, best = top, sum = 0;
+    uint32_t most = 0, part[2][SPLIT_F16];
+
+#pragma unroll
+    for (int w = 0; w < ATTEND_WARPS; w++)
+        if (w < warps) {
+            const float4 v = *(const float4 *)&room->dot[w][h][i];
+
+            s[0] += v.x;
+            s[1] += v.y;
+            s[2] += v.z;
+            s[3] += v.w;
+        }
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        const uint8_t byte = scales >> 8 * e;
+
+        most = max(most, (uint32_t)byte);
+        s[e] = i + e < n ? s[e] * hx_page_scale(byte) * scale : -INFINITY;
+        best = fmaxf(best, s[e]);
+    }
+    most = __reduce_max_sync(~0u, most);
+    for (int d = 8; d > 0; d /= 2)
+        best = fmaxf(best, __shfl_xor_sync(~0u, best, d));
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        const int up = (int)(scales >> 8 * e & 0xFF) - (int)most + FP8_UP + 127;
+
+        s[e] = i + e < n ? expf(s[e] - best) : 0.0f;
+        sum += s[e];
+        s[e] *= hx_float_of((uint32_t)max(up, 0) << 23);
+    }
+    for (int d = 8; d > 0; d /= 2)
+        sum += __shfl_xor_sync(~0u, sum, d);
+    const float keep = expf(top - best);
+    mass = fmaf(mass, keep, sum);
+    top = best;
+    split_f16(s[0], s[1], part[0]);
+    split_f16(s[2], s[3], part[1]);
+#pragma unroll
+    for (int k = 0; k < SPLIT_F16; k++)
+        *(uint2 *)&room->p[k][h][i] = make_uint2(part[0][k], part[1][k]);
+    if (i == 0)
+        room->keep[h] = keep;
+    if (threadIdx.x == 0)
+        room->unit = hx_page_scale((uint8_t)most) * (FP8_UNIT / (1 << FP8_UP));
+}
+
+/* The part's z = p c over the warp's channels, plus what it keeps of the tiles before: a
+ * lane has heads lane / 4 and + 8, 16 channels; to: the first of them, or NULL past the
+ * width. */
+HX_DEVICE void fp8_blend(const attend_args &a, const attend_part &x, bool first,
+                         const fp8_room *room, const uint8_t (*c)[FP8_LD], float *to)
+{
+    const int lane = threadIdx.x & 31, r = (lane & 7) + (lane & 8), half = lane >> 4 << 3;
+    const float unit = room->unit;
+    const uint8_t *at = &c[lane & 3][8 * (lane >> 2)];
+    const int odd = (4 + ((lane & 3) ^ 2) - (lane & 3)) * FP8_LD;
+
+#pragma unroll
+    for (int j0 = 0; j0 < 8; j0 += 4) {
+        float d[4][4] = {};
+
+#pragma unroll
+        for (int k = 0; k < FP8_TILE / 16; k++) {
+            uint32_t p[SPLIT_F16][4], b[4][2];
+
+#pragma unroll
+            for (int part = 0; part < SPLIT_F16; part++)
+                load_matrices(p[part], &room->p[part][r][16 * k + half]);
+#pragma unroll
+            for (int i = 0; i < 2; i++) { /* latents 2 j and 2 j + 1 of eight, twice */
+                const uint8_t *row = at + (16 * k + 8 * i) * FP8_LD + j0;
+                const uint32_t v = *(const uint32_t *)row,
+                               w = *(const uint32_t *)(row + odd);
+
+                fp8_halves(b[0][i], b[1][i], __byte_perm(v, w, 0x5140));
+                fp8_halves(b[2][i], b[3][i], __byte_perm(v, w, 0x7362));
+            }
+#pragma unroll
+            for (int part = SPLIT_F16 - 1; part >= 0; part--)
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    mma_f16(d[j], p[part], b[j][0], b[j][1]);
+        }
+        /* columns 2 j and 2 j + 1 of an operand are channels j and j + 8 of a lane's 16 */
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int h = (lane >> 2) + 8 * (i >> 1);
+            float4 *z = (float4 *)(to + (int64_t)h * a.ld + 8 * (i & 1) + j0);
+            float4 v = make_float4(d[0][i] * unit, d[1][i] * unit, d[2][i] * unit,
+                                   d[3][i] * unit);
+
+            if (h >= x.n_head || to == NULL)
+                continue;
+            if (!first) {
+                const float keep = room->keep[h];
+
+                v.x = fmaf(z->x, keep, v.x);
+                v.y = fmaf(z->y, keep, v.y);
+                v.z = fmaf(z->z, keep, v.z);
+                v.w = fmaf(z->w, keep, v.w);
+            }
+            *z = v;
+        }
+    }
+}
+
+/* Grid as attend_parts. Shared memory: a tile of 64 latents, its scores from each warp,
+ * its weights; 75 KiB. Longer parts, of rows that attend more than SPLIT * SPLITS
+ * positions, go through it tile by tile. */
+__global__ void __launch_bounds__(ATTEND_THREADS, 3)
+    attend_parts_fp8(const attend_args a, const __grid_constant__ hx_cuda_spans spans)
+{
+    extern __shared__ __align__(16) char shared[];
+    fp8_room *room = (fp8_room *)shared;
+    const attend_part x = attend_begin(a, spans);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, d0 = FP8_PART * warp,
+              d = d0 + 16 * (lane & 3), width = a.cache.width,
+              warps = (width + FP8_PART - 1) / FP8_PART;
+    const uint8_t(*c)[FP8_LD] = (const uint8_t(*)[FP8_LD]) & room->c[0][d0];
+    float top = -INFINITY, mass = 0;
+
+    if (x.begin >= x.l.n)
+        return;
+    for (int i0 = x.begin; i0 < x.end; i0 += FP8_TILE) {
+        uint32_t q[FP8_PART / 16][SPLIT_F16][4];
+        float4 raw[2][4];
+        float unit[2];
+
+        fp8_load_queries(a, x, raw);
+        fp8_tile(a, x, i0, room);
+        fp8_split_queries(raw, q, unit);
+        copy_wait();
+        __syncthreads();
+        if (warp < warps)
+            fp8_dots(q, unit, c, room->dot[warp]);
+        __syncthreads();
+        fp8_soften(a.scale, x.end - i0, warps, top, mass, room);
+        __syncthreads();
+        if (warp < warps)
+            fp8_blend(a, x, i0 == x.begin, room, c,
+                      d < width ? a.part + x.at * a.ld + d : NULL);
+    }
     attend_norm(a, x, top, mass);
 }
 

@@ -68,19 +68,78 @@ HX_DEVICE uint32_t halves_of(uint32_t two)
 }
 
 /* Where the latent of this lane's position of a tile begins, -1 past the end. A warp has
- * eight. */
-HX_DEVICE int64_t find(const mla_row &x, int tile)
+ * eight. at: the position. */
+HX_DEVICE int64_t find(const mla_row &x, int tile, int &at)
 {
     const int i = tile * TILE + 8 * ((threadIdx.x >> 5) - WARPS) + (threadIdx.x & 7);
 
-    return i < x.l.n ? page_item(x.a.cache, x.l.slot, position_at(x.l, i), HX_PAGE) : -1;
+    at = i < x.l.n ? position_at(x.l, i) : 0;
+    return i < x.l.n ? page_item(x.a.cache, x.l.slot, at, HX_PAGE) : -1;
+}
+
+/* Two e4m3 times a power of two, as halves. */
+HX_DEVICE uint32_t halves_of_fp8(uint32_t two, __half2 scale)
+{
+    uint32_t h;
+
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(h) : "h"((uint16_t)two));
+    const __half2 v = __hmul2(*(const __half2 *)&h, scale);
+    return *(const uint32_t *)&v;
+}
+
+/* As fetch for FP8: latents below 2^-16 in all channels count as 0. */
+HX_DEVICE void fetch_fp8(const mla_row &x)
+{
+    const int lane = threadIdx.x & 31, first = 8 * ((threadIdx.x >> 5) - WARPS);
+    const uint8_t *data = (const uint8_t *)x.a.cache.data;
+    int pos;
+    int64_t from = find(x, 0, pos);
+
+    for (int t = 0; t < x.tiles; t++) {
+        const int at = t % RING;
+        const float scale =
+            from >= 0 ? hx_page_scale(data[page_scale(x.a.cache, from, pos)]) : 0.0f;
+        uint4 raw[8];
+
+#pragma unroll
+        for (int r = 0; r < 8; r++) {
+            const int64_t begin = __shfl_sync(~0u, from, r);
+
+            raw[r] = begin >= 0 && 16 * lane < x.a.cache.width
+                         ? __ldcg((const uint4 *)(data + begin + 16 * lane))
+                         : make_uint4(0, 0, 0, 0);
+        }
+        from = find(x, t + 1, pos);
+        hx_bar_wait(hx_shared_of(&x.room.empty[at]), (t / RING & 1) ^ 1);
+#pragma unroll
+        for (int r = 0; r < 8; r++) {
+            const __half2 by = __float2half2_rn(__shfl_sync(~0u, scale, r));
+            const uint4 v = raw[r];
+            const int row = first + r;
+            uint8_t *to = x.room.c[at] + lane / 4 * C_BLOCK + row * 128;
+
+            /* half of the lanes write their upper piece first: no bank meets another */
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int upper = i ^ (lane >> 2 & 1);
+                const uint32_t a = upper ? v.z : v.x, b = upper ? v.w : v.y;
+
+                *(uint4 *)(to + 16 * ((2 * lane + upper ^ row) & 7)) =
+                    make_uint4(halves_of_fp8(a, by), halves_of_fp8(a >> 16, by),
+                               halves_of_fp8(b, by), halves_of_fp8(b >> 16, by));
+            }
+        }
+        hx_wgmma_wrote();
+        hx_bar_arrive(hx_shared_of(&x.room.full[at]));
+    }
 }
 
 HX_DEVICE void fetch(const mla_row &x)
 {
     const int lane = threadIdx.x & 31, first = 8 * ((threadIdx.x >> 5) - WARPS);
     const uint16_t *data = (const uint16_t *)x.a.cache.data;
-    int64_t from = find(x, 0);
+    int pos;
+    int64_t from = find(x, 0, pos);
 
     for (int t = 0; t < x.tiles; t++) {
         const int at = t % RING;
@@ -99,7 +158,7 @@ HX_DEVICE void fetch(const mla_row &x)
                                 : make_uint4(0, 0, 0, 0);
             }
         }
-        from = find(x, t + 1);
+        from = find(x, t + 1, pos);
         hx_bar_wait(hx_shared_of(&x.room.empty[at]), (t / RING & 1) ^ 1);
 #pragma unroll
         for (int r = 0; r < 8; r++)
@@ -328,6 +387,7 @@ HX_DEVICE void attend(const mla_row &x)
 /* One block: one row, 64 heads. Grid (rows, heads / 64). Shared: the queries, four tiles
  * of 32 latents, scores on their way between the groups; 225 KB. Moves the row's latents
  * from the cache of the device, q and z once. */
+template <bool FP8>
 __global__ void __launch_bounds__(THREADS, 1)
     attend_latents(const mla_args a, const __grid_constant__ hx_cuda_spans spans)
 {
@@ -349,7 +409,10 @@ __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     if (threadIdx.x >= 32 * WARPS) {
         hx_registers_fewer<88>();
-        fetch(x);
+        if (FP8)
+            fetch_fp8(x);
+        else
+            fetch(x);
     } else {
         hx_registers_more<208>();
         attend(x);
@@ -362,8 +425,8 @@ __global__ void __launch_bounds__(THREADS, 1)
 bool hx_cuda_mla_takes(const hx_cuda *c, const hx_mla_attend_args *a)
 {
     return c->cc == 90 && c->shared_bytes >= sizeof(mla_room) &&
-           a->cache.fmt == HX_CACHE_BF16 && a->cache.width <= LATENT &&
-           a->cache.width % 8 == 0 &&
+           a->cache.fmt != HX_CACHE_F32 && a->cache.width <= LATENT &&
+           a->cache.width % (a->cache.fmt == HX_CACHE_FP8 ? 16 : 8) == 0 &&
            (((uintptr_t)a->cache.data.p | (uintptr_t)a->q.p | (uintptr_t)a->z.p) & 15) ==
                0;
 }
@@ -378,8 +441,12 @@ int hx_cuda_mla_rows(hx_cuda *c, const hx_mla_attend_args *a, hx_err *err)
     if ((rc = hx_cuda_spans_of(&spans, &a->rows, "mla_attend", err)) != 0 ||
         (rc = pages_of(&k.cache, &a->cache, "mla_attend", err)) != 0)
         return rc;
-    HX_LAUNCH(c, "mla_attend", err, attend_latents,
-              dim3((unsigned)a->rows.n_row, (unsigned)hx_ceil_div(a->heads, HEADS)),
-              THREADS, sizeof(mla_room), k, spans);
+    const dim3 grid((unsigned)a->rows.n_row, (unsigned)hx_ceil_div(a->heads, HEADS));
+    if (k.cache.fp8 != 0)
+        HX_LAUNCH(c, "mla_attend", err, attend_latents<true>, grid, THREADS,
+                  sizeof(mla_room), k, spans);
+    else
+        HX_LAUNCH(c, "mla_attend", err, attend_latents<false>, grid, THREADS,
+                  sizeof(mla_room), k, spans);
     return 0;
 }

@@ -4,12 +4,13 @@
 #define HX_CUDA_PAGES_H
 
 #include "dev/cuda_dev.h"
+#include "dev/fmt_page.h"
 
 typedef struct {
     void *data;
     const int32_t *table; /* [Q, max_page] */
     int64_t max_page;
-    int width, f32;
+    int width, f32, fp8;
 } page_args;
 
 static int pages_of(page_args *out, const hx_pages *g, const char *op, hx_err *err)
@@ -19,17 +20,26 @@ static int pages_of(page_args *out, const hx_pages *g, const char *op, hx_err *e
     if (g->width > INT16_MAX)
         return hx_fail(err, HX_EUNSUP, "%s: pages of width %lld, cuda takes up to %d", op,
                        (long long)g->width, INT16_MAX);
-    *out = page_args { g->data.p, (const int32_t *)g->table_dev.p, g->max_page,
-                       (int)g->width, g->fmt == HX_CACHE_F32 };
+    *out = page_args {
+        g->data.p,     (const int32_t *)g->table_dev.p, g->max_page,
+        (int)g->width, g->fmt == HX_CACHE_F32,          g->fmt == HX_CACHE_FP8
+    };
     return 0;
 }
 
-/* Where item i of a slot begins, in items of the page memory; per items in a page. */
+/* Where item i of a slot begins, in values of the page memory; per items in a page. */
 HX_DEVICE int64_t page_item(const page_args &g, int slot, int i, int per)
 {
     const int64_t page = g.table[slot * g.max_page + i / per];
 
-    return (page * per + i % per) * g.width;
+    return page * per * (g.width + g.fp8) + i % per * g.width;
+}
+
+/* Where the scale byte of a latent of FP8 lies, that is item i of its slot and begins at
+ * item. */
+HX_DEVICE int64_t page_scale(const page_args &g, int64_t item, int i)
+{
+    return item + (HX_PAGE - i % HX_PAGE) * (int64_t)g.width + i % HX_PAGE;
 }
 
 /* What mla_attend was given of picks. */

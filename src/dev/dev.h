@@ -98,12 +98,13 @@ typedef struct {
 #define HX_RING     16 /* raw index keys kept per slot: P - 1 tail tokens + HX_PEND_MAX */
 
 /* How latents and pooled index keys are kept. Values as in hx_kv. */
-typedef enum { HX_CACHE_BF16, HX_CACHE_F32 } hx_cache_fmt;
+typedef enum { HX_CACHE_BF16, HX_CACHE_F32, HX_CACHE_FP8 } hx_cache_fmt;
 
 /* Paged memory of one layer: position c of slot q lies in page table[q * max_page + c /
- * 64] at row c % 64 (latents), and pool p in page (p * P) / 64 at row p % (64 / P). */
+ * 64] at row c % 64 (latents), and pool p in page (p * P) / 64 at row p % (64 / P).
+ * fmt_page.h: how items lie in a page. Pooled keys are f32 or bf16. */
 typedef struct {
-    hx_buf data; /* [n_page, 64, width] or [n_page, 64 / P, width] */
+    hx_buf data; /* [n_page] of [64, width] or [64 / P, width] */
     hx_cache_fmt fmt;
     int64_t n_page, width;
     const int32_t *table; /* [Q, max_page] host memory; -1: no page */

@@ -17,6 +17,21 @@ HX_HD float hx_e4m3_to(uint8_t b)
     return hx_float_of(sign | hx_bits_of(hx_float_of(mag << 20) * 0x1p120f));
 }
 
+/* Round to nearest, ties to even; what is too large, or no number, becomes NaN. */
+HX_HD uint8_t hx_e4m3_from(float x)
+{
+    const uint32_t u = hx_bits_of(x), sign = u >> 24 & 0x80, mag = u & 0x7FFFFFFFu;
+    uint32_t h;
+
+    if (mag > 0x43E80000u) /* 464: half way past the largest, 448 */
+        h = 0x7F;
+    else if (mag < 0x3C800000u) /* below 2^-6: the sum rounds at 2^-9 */
+        h = hx_bits_of(hx_float_of(mag) + 0x1p14f) - hx_bits_of(0x1p14f);
+    else
+        h = (mag - ((127 - 7) << 23) + 0x7FFFF + (mag >> 20 & 1)) >> 20;
+    return (uint8_t)(sign | h);
+}
+
 HX_HD float hx_fp8_at(const void *p, int64_t i)
 {
     return hx_e4m3_to(((const uint8_t *)p)[i]);

@@ -14,7 +14,7 @@
 
 #include "dev/cpu.h"
 #include "dev/fmt_exl3.h"
-#include "dev/fmt_fp8.h"
+#include "dev/fmt_page.h"
 
 static const char *const isa_name[HX_N_ISA] = { "scalar", "avx2", "avx512" };
 static const char *const cb_name[HX_N_CB] = { "3inst", "mcg", "mul1" };
@@ -83,6 +83,55 @@ static void e4m3_values(void **state)
     }
     assert_true(hx_e4m3_to(0x7E) == 448 && isnan(hx_e4m3_to(0x7F)) &&
                 isnan(hx_e4m3_to(0xFF)));
+}
+
+static void e4m3_rounds(void **state)
+{
+    (void)state;
+    for (unsigned b = 0; b < 0x7E; b++) {
+        const float x = hx_e4m3_to((uint8_t)b), y = hx_e4m3_to((uint8_t)(b + 1)),
+                    mid = (x + y) / 2;
+
+        assert_int_equal(hx_e4m3_from(x), b);
+        assert_int_equal(hx_e4m3_from(-x), 0x80 | b);
+        assert_int_equal(hx_e4m3_from(mid), b + (b & 1));
+        assert_int_equal(hx_e4m3_from(nextafterf(mid, 0)), b);
+        assert_int_equal(hx_e4m3_from(-nextafterf(mid, INFINITY)), 0x80 | (b + 1));
+    }
+    assert_int_equal(hx_e4m3_from(464), 0x7E);
+    assert_int_equal(hx_e4m3_from(nextafterf(464, 500)), 0x7F);
+    assert_int_equal(hx_e4m3_from(-INFINITY), 0xFF);
+    assert_int_equal(hx_e4m3_from(NAN) & 0x7F, 0x7F);
+}
+
+/* Items of any size: what is read is the nearest e4m3 of the scale, fits bf16 exactly, and
+ * what holds no number is none. */
+static void fp8_items(void **state)
+{
+    uint8_t item[4], scale;
+
+    (void)state;
+    for (int k = -126; k < 127; k++)
+        for (float top = 1; top < 2; top += 0.03125f) {
+            const float v[] = { ldexpf(top, k), -ldexpf(top, k - 3), ldexpf(1.3f, k - 20),
+                                0 };
+
+            hx_page_put_fp8(item, &scale, v, 4);
+            for (int i = 0; i < 4; i++) {
+                const float got = hx_e4m3_to(item[i]) * hx_page_scale(scale);
+
+                assert_true(hx_bf16_to(hx_bf16_from(got)) == got);
+                assert_true(fabsf(got - v[i]) <=
+                            fmaxf(fabsf(v[i]) / 16, ldexpf(1, HX_MAX(k - 18, -127))));
+            }
+        }
+    for (int i = 0; i < 3; i++) {
+        const float v[] = { 1, i == 0 ? NAN : i == 1 ? INFINITY : -INFINITY, 0, 0 };
+
+        hx_page_put_fp8(item, &scale, v, 4);
+        for (int j = 0; j < 4; j++)
+            assert_false(isfinite(hx_e4m3_to(item[j]) * hx_page_scale(scale)));
+    }
 }
 
 static void unaligned_and_scales(void **state)
@@ -622,7 +671,8 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(f16_values),       cmocka_unit_test(bf16_values),
-        cmocka_unit_test(e4m3_values),      cmocka_unit_test(unaligned_and_scales),
+        cmocka_unit_test(e4m3_values),      cmocka_unit_test(e4m3_rounds),
+        cmocka_unit_test(fp8_items),        cmocka_unit_test(unaligned_and_scales),
         cmocka_unit_test(sizes_and_expand), cmocka_unit_test(exl3_states),
         cmocka_unit_test(exl3_codebooks),   cmocka_unit_test(exl3_part),
         cmocka_unit_test(exl3_all),

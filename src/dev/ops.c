@@ -8,6 +8,7 @@
 #include <stdio.h>
 
 #include "dev/cpu.h"
+#include "dev/fmt_page.h"
 #include "dev/lane.h"
 #include "dev/ref.h"
 #ifdef HX_CUDA
@@ -251,18 +252,18 @@ static void pages(check *c, const char *name, const hx_pages *g, const hx_rows *
     const int64_t per = HX_PAGE / unit;
     size_t n;
 
-    if (g->fmt != HX_CACHE_BF16 && g->fmt != HX_CACHE_F32)
+    if (g->fmt != HX_CACHE_BF16 && g->fmt != HX_CACHE_F32 && g->fmt != HX_CACHE_FP8)
         REFUSE(c, "%s: %s has unknown format %d", c->op, name, (int)g->fmt);
     at_least(c, "page width", g->width, 1);
     at_least(c, "pages of a slot", g->max_page, 0);
     if (c->rc != 0)
         return;
-    const size_t size = g->fmt == HX_CACHE_F32 ? sizeof(float) : sizeof(uint16_t);
-    if (!volume(g->n_page, per, g->width, (int64_t)size, &n))
+    const int64_t size = hx_page_value_bytes(g->fmt);
+    if (!volume(g->n_page, per, g->width + (g->fmt == HX_CACHE_FP8), size, &n))
         REFUSE(c, "%s: %s: %lld pages of width %lld", c->op, name, (long long)g->n_page,
                (long long)g->width);
     else
-        holds(c, name, g->data, n, size);
+        holds(c, name, g->data, n, (size_t)size);
     for (int32_t i = 0; i < rows->n_span && c->rc == 0; i++) {
         const hx_span *s = &rows->span[i];
         const int64_t end = ((int64_t)s->pos0 + s->n_row) / unit;
@@ -272,6 +273,15 @@ static void pages(check *c, const char *name, const hx_pages *g, const hx_rows *
         else if (s->n_row > 0)
             pages_of(c, name, g, s->slot, whole ? 0 : s->pos0 / unit, end, per);
     }
+}
+
+static void pool_pages(check *c, const hx_pages *g, const hx_rows *rows, int64_t unit,
+                       bool whole)
+{
+    if (g->fmt == HX_CACHE_FP8)
+        REFUSE(c, "%s: pooled keys are f32 or bf16, not fp8", c->op);
+    else
+        pages(c, "pool", g, rows, unit, whole);
 }
 
 /* Pools of n positions: no more than MAX_POOL, and a page holds whole ones. */
@@ -486,7 +496,7 @@ static void check_index_append(check *c, const hx_index_append_args *a)
     pool_size(c, a->pool_n);
     if (c->rc != 0)
         return;
-    pages(c, "pool", &a->pool, &a->rows, a->pool_n, false);
+    pool_pages(c, &a->pool, &a->rows, a->pool_n, false);
     dense(c, "key", a->key, a->rows.n_row, width, 1);
     dense(c, "gate", a->gate, a->rows.n_row, width, 1);
     dense(c, "ape", a->ape, a->pool_n, width, 1);
@@ -500,7 +510,7 @@ static void check_index_score(check *c, const hx_index_score_args *a)
     at_least(c, "heads", a->heads, 1);
     if (c->rc != 0)
         return;
-    pages(c, "pool", &a->pool, &a->rows, a->pool_n, true);
+    pool_pages(c, &a->pool, &a->rows, a->pool_n, true);
     dense(c, "q", a->q, a->rows.n_row, a->heads, a->pool.width);
     dense(c, "w", a->w, a->rows.n_row, a->heads, 1);
     strided(c, "score", a->score, a->rows.n_row, most_pools(&a->rows, a->pool_n),

@@ -134,7 +134,9 @@ static void test_refuses_spans(void **state)
     REFUSED_SPAN(latent_append, "no page", s[0].pos0 = 191);
     REFUSED_SPAN(latent_append, "no page", s[1].pos0 = 64);
     REFUSED(latent_append, "table", a->cache.table = NULL);
-    REFUSED(latent_append, "format", a->cache.fmt = (hx_cache_fmt)2);
+    REFUSED(latent_append, "format", a->cache.fmt = (hx_cache_fmt)3);
+    REFUSED(index_append, "fp8", a->pool.fmt = HX_CACHE_FP8);
+    REFUSED(index_score, "fp8", a->pool.fmt = HX_CACHE_FP8);
     REFUSED(latent_append, "entry 3 of 3", a->cache.n_page = 3;
             memset((void *)(uintptr_t)a->cache.table, 3, 1));
     REFUSED(index_append, "pool", a->pool_n = 3);

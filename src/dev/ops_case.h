@@ -340,9 +340,18 @@ static void paged(trial *t, const char *name, hx_pages *g, const hx_rows *r, int
         g->max_page = HX_MAX(g->max_page, n + 1);
     }
     g->n_page = used + 1;
-    row_buf(t, &g->data, name, ro, g->fmt == HX_CACHE_F32 ? T_F32 : T_BF16,
-            g->n_page * (HX_PAGE / unit) * g->width, 1);
+    static const type types[] = {
+        [HX_CACHE_BF16] = T_BF16, [HX_CACHE_F32] = T_F32, [HX_CACHE_FP8] = T_U8
+    };
+    const int64_t values = HX_PAGE / unit * g->width,
+                  each = values + (g->fmt == HX_CACHE_FP8 ? HX_PAGE / unit : 0);
+    uint8_t *bytes = row_buf(t, &g->data, name, ro, types[g->fmt], g->n_page * each, 1);
     t->buf[t->n_buf - 1].row = 0;
+    for (int64_t i = 0; g->fmt == HX_CACHE_FP8 && i < g->n_page * each; i++)
+        if (i % each >= values)
+            bytes[i] = 118 + bytes[i] % 3;  /* 2^-9, 2^-8, 2^-7 */
+        else if ((bytes[i] & 0x7F) == 0x7F) /* NaN */
+            bytes[i] = 0x33;
     int32_t *table = add(t, joined(t, name, "table"), IN, T_I32, slots_n * g->max_page, 0,
                          &g->table_dev.p, &g->table_dev.n);
     g->table = table;
@@ -971,8 +980,7 @@ OP_CASES(kda_out, .nmse = 1e-13, .why = "f32 sums, an exp of 2^-22") {
 };
 VECTORS(kda_out) { { .rows = 2, .heads = 2, .width = 5, .eps = 1e-5f } };
 
-OP_CASES(latent_append, .nmse = 0, .same_bits = true,
-         .why = "a copy, at most rounded to bf16") {
+OP_CASES(latent_append, .nmse = 0, .same_bits = true, .why = "a copy, at most rounded") {
     { .cache = PAGES(BF16, 1), .rows = SPANS(1, { 0, 0, 1, 0, 0 }) },
     { .cache = PAGES(BF16, 67),
       .ldc = 70,
@@ -980,10 +988,16 @@ OP_CASES(latent_append, .nmse = 0, .same_bits = true,
     { .cache = PAGES(F32, 67),
       .rows = SPANS(75, { 2, 0, 5, 62, 0 }, { 0, 5, 70, 0, 0 }) },
     { .cache = PAGES(BF16, 512), .rows = SPANS(4, { 0, 0, 4, 2047, 0 }) },
+    { .cache = PAGES(FP8, 1), .rows = SPANS(1, { 0, 0, 1, 0, 0 }) },
+    { .cache = PAGES(FP8, 67),
+      .ldc = 70,
+      .rows = SPANS(75, { 2, 0, 5, 62, 0 }, { 0, 5, 70, 0, 0 }) },
+    { .cache = PAGES(FP8, 512), .rows = SPANS(4, { 0, 0, 4, 2047, 0 }) },
 };
 VECTORS(latent_append) {
     { .cache = PAGES(BF16, 2), .rows = SPANS(5, { 1, 0, 3, 62, 0 }, { 0, 3, 2, 0, 0 }) },
     { .cache = PAGES(F32, 2), .rows = SPANS(5, { 1, 0, 3, 62, 0 }, { 0, 3, 2, 0, 0 }) },
+    { .cache = PAGES(FP8, 6), .rows = SPANS(5, { 1, 0, 3, 62, 0 }, { 0, 3, 2, 0, 0 }) },
 };
 
 OP_CASES(index_append, .nmse = 1e-8,
@@ -1103,6 +1117,52 @@ OP_CASES(mla_attend, .nmse = 1e-12, .tensor = 1e-6,
       .scale = 0.2f,
       .prefill = true,
       .rows = SPANS(10, { 1, 0, 6, 0, 0 }, { 0, 6, 4, 126, 0 }) },
+    { .heads = 1,
+      .cache = PAGES(FP8, 1),
+      .scale = 1,
+      .rows = SPANS(1, { 0, 0, 1, 0, 0 }) },
+    { .heads = 3,
+      .cache = PAGES(FP8, 67),
+      .scale = 0.2f,
+      .k_pick = 6,
+      .pool_n = 4,
+      .rows = SPANS(14, { 1, 0, 7, 0, 0 }, { 0, 7, 7, 126, 0 }) },
+    { .heads = 17,
+      .cache = PAGES(FP8, 80),
+      .scale = 0.2f,
+      .rows = SPANS(70, { 1, 0, 66, 0, 0 }, { 0, 66, 4, 126, 0 }) },
+    { .heads = 64,
+      .cache = PAGES(FP8, 512),
+      .scale = 0.0625f,
+      .rows = SPANS(2, { 0, 0, 2, 700, 0 }) },
+    { .heads = 2,
+      .cache = PAGES(FP8, 64),
+      .scale = 0.0625f,
+      .rows = SPANS(1, { 0, 0, 1, 9000, 0 }) },
+    { .heads = 64,
+      .cache = PAGES(FP8, 512),
+      .scale = 0.0625f,
+      .k_pick = 512,
+      .pool_n = 4,
+      .rows = SPANS(2, { 0, 0, 2, 32766, 0 }) },
+    { .heads = 64,
+      .cache = PAGES(BF16, 512),
+      .scale = 0.0625f,
+      .k_pick = 512,
+      .pool_n = 4,
+      .rows = SPANS(2, { 0, 0, 2, 32766, 0 }) },
+    { .heads = 64,
+      .cache = PAGES(FP8, 512),
+      .scale = 0.0625f,
+      .k_pick = 128,
+      .pool_n = 4,
+      .prefill = true,
+      .rows = SPANS(3, { 0, 0, 3, 3001, 0 }) },
+    { .heads = 3,
+      .cache = PAGES(FP8, 80),
+      .scale = 0.2f,
+      .prefill = true,
+      .rows = SPANS(70, { 1, 0, 66, 0, 0 }, { 0, 66, 4, 126, 0 }) },
 };
 VECTORS(mla_attend) {
     { .heads = 2,
@@ -1111,6 +1171,12 @@ VECTORS(mla_attend) {
       .rows = SPANS(3, { 1, 0, 2, 66, 0 }, { 0, 2, 1, 0, 0 }) },
     { .heads = 2,
       .cache = PAGES(BF16, 3),
+      .scale = 0.7f,
+      .k_pick = 3,
+      .pool_n = 4,
+      .rows = SPANS(3, { 1, 0, 2, 66, 0 }, { 0, 2, 1, 0, 0 }) },
+    { .heads = 2,
+      .cache = PAGES(FP8, 3),
       .scale = 0.7f,
       .k_pick = 3,
       .pool_n = 4,

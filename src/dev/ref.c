@@ -8,8 +8,7 @@
 #include <math.h>
 
 #include "dev/fmt_exl3.h"
-#include "dev/fmt_fp8.h"
-#include "dev/fmt_plain.h"
+#include "dev/fmt_page.h"
 #include "dev/lane.h"
 #include "dev/ref.h"
 
@@ -1032,26 +1031,35 @@ static int ref_kda_out(hx_dev *dev, const hx_kda_out_args *a, hx_err *err)
 
 /* ---- paged memory ---------------------------------------------------- */
 
-/* Row of a slot's paged memory that holds item i, with per items in a page. */
-static void *page_row(const hx_pages *g, int32_t slot, int64_t i, int64_t per)
-{
-    const int64_t page = g->table[slot * g->max_page + i / per];
-    const size_t item = g->fmt == HX_CACHE_F32 ? sizeof(float) : sizeof(uint16_t);
+typedef struct {
+    void *v;
+    uint8_t *scale; /* of FP8 */
+} page_item;
 
-    return (char *)g->data.p + (size_t)((page * per + i % per) * g->width) * item;
+/* Item i of a slot's paged memory, with per items in a page. */
+static page_item page_row(const hx_pages *g, int32_t slot, int64_t i, int64_t per)
+{
+    const int64_t id = g->table[slot * g->max_page + i / per], at = i % per;
+    char *page = (char *)g->data.p + id * hx_page_bytes(g->fmt, per, g->width);
+
+    return (page_item) { page + at * g->width * hx_page_value_bytes(g->fmt),
+                         (uint8_t *)page + per * g->width + at };
 }
 
-static double page_get(const hx_pages *g, const void *row, int64_t i)
+static double page_get(const hx_pages *g, page_item row, int64_t i)
 {
-    return g->fmt == HX_CACHE_F32 ? hx_f32_at(row, i) : hx_bf16_at(row, i);
+    return g->fmt == HX_CACHE_F32 ? (double)hx_f32_at(row.v, i)
+           : g->fmt == HX_CACHE_BF16
+               ? (double)hx_bf16_at(row.v, i)
+               : (double)hx_fp8_at(row.v, i) * (double)hx_page_scale(*row.scale);
 }
 
-static void page_put(const hx_pages *g, void *row, int64_t i, double v)
+static void page_put(const hx_pages *g, page_item row, int64_t i, double v)
 {
     if (g->fmt == HX_CACHE_F32)
-        ((float *)row)[i] = (float)v;
+        ((float *)row.v)[i] = (float)v;
     else
-        ((uint16_t *)row)[i] = hx_bf16_from((float)v);
+        ((uint16_t *)row.v)[i] = hx_bf16_from((float)v);
 }
 
 static int ref_latent_append(hx_dev *dev, const hx_latent_append_args *a, hx_err *err)
@@ -1060,9 +1068,11 @@ static int ref_latent_append(hx_dev *dev, const hx_latent_append_args *a, hx_err
     for (const hx_span *s = a->rows.span; s < a->rows.span + a->rows.n_span; s++)
         for (int64_t t = 0; t < s->n_row; t++) {
             const float *c = (const float *)a->c.p + (s->row0 + t) * a->ldc;
-            void *row = page_row(&a->cache, s->slot, s->pos0 + t, HX_PAGE);
+            const page_item row = page_row(&a->cache, s->slot, s->pos0 + t, HX_PAGE);
 
-            for (int64_t i = 0; i < a->cache.width; i++)
+            if (a->cache.fmt == HX_CACHE_FP8)
+                hx_page_put_fp8(row.v, row.scale, c, a->cache.width);
+            for (int64_t i = 0; a->cache.fmt != HX_CACHE_FP8 && i < a->cache.width; i++)
                 page_put(&a->cache, row, i, c[i]);
         }
     return 0;
@@ -1074,7 +1084,7 @@ static void pool_key(const hx_index_append_args *a, int32_t slot, int64_t pos)
     const int64_t n = a->pool_n, width = a->pool.width;
     const float *ring = (const float *)a->ring.p + (int64_t)slot * HX_RING * 2 * width;
     const float *ape = a->ape.p;
-    void *row = page_row(&a->pool, slot, pos / n, HX_PAGE / n);
+    const page_item row = page_row(&a->pool, slot, pos / n, HX_PAGE / n);
 
     for (int64_t c = 0; c < width; c++) {
         double logit[MAX_POOL], top = -INFINITY, mass = 0, key = 0;
@@ -1133,7 +1143,7 @@ static void score_part(void *ud, int64_t begin, int64_t end, int worker)
 
     (void)worker;
     for (int64_t p = begin; p < end; p++) {
-        const void *key = page_row(&a->pool, c->slot, p, HX_PAGE / a->pool_n);
+        const page_item key = page_row(&a->pool, c->slot, p, HX_PAGE / a->pool_n);
         double sum = 0;
 
         for (int64_t h = 0; h < a->heads; h++) {
@@ -1219,8 +1229,8 @@ static void attend_part(void *ud, int64_t begin, int64_t end, int worker)
         double top = -INFINITY, mass = 0;
 
         for (int64_t i = 0; i < n; i++) {
-            const void *row = page_row(&a->cache, c->slot,
-                                       attended(a, pick, n_pick, c->pos, i), HX_PAGE);
+            const page_item row = page_row(&a->cache, c->slot,
+                                           attended(a, pick, n_pick, c->pos, i), HX_PAGE);
 
             p[i] = 0;
             for (int64_t d = 0; d < width; d++)
@@ -1230,8 +1240,8 @@ static void attend_part(void *ud, int64_t begin, int64_t end, int worker)
         }
         memset(z, 0, (size_t)width * sizeof(*z));
         for (int64_t i = 0; i < n; i++) {
-            const void *row = page_row(&a->cache, c->slot,
-                                       attended(a, pick, n_pick, c->pos, i), HX_PAGE);
+            const page_item row = page_row(&a->cache, c->slot,
+                                           attended(a, pick, n_pick, c->pos, i), HX_PAGE);
             const double e = exp(p[i] - top);
 
             mass += e;

@@ -165,7 +165,7 @@ static int read_generation(hx_engine *e, const char *dir, hx_err *err)
 static int plan_cache(hx_engine *e, const hx_options *opt, int32_t *n_page, hx_err *err)
 {
     const hx_desc *d = &e->model->desc;
-    const hx_cache_fmt fmt = opt->kv == HX_KV_F32 ? HX_CACHE_F32 : HX_CACHE_BF16;
+    const hx_cache_fmt fmt = (hx_cache_fmt)opt->kv;
     const uint64_t page = HX_MAX(hx_cache_page_bytes(d, fmt), 1);
     const uint64_t slots = (uint64_t)e->info.max_streams * hx_cache_slot_bytes(d);
     const uint64_t budget =
@@ -329,7 +329,7 @@ static int open_device(hx_engine *e, const hx_options *opt, hx_err *err)
 {
     const hx_desc *d = &e->model->desc;
     const int64_t rows = HX_MAX(HX_PREFILL_ROWS, e->info.max_streams);
-    const hx_cache_fmt fmt = opt->kv == HX_KV_F32 ? HX_CACHE_F32 : HX_CACHE_BF16;
+    const hx_cache_fmt fmt = (hx_cache_fmt)opt->kv;
     const int64_t n = e->info.max_streams;
     int32_t n_page = 0;
     int rc;
@@ -356,6 +356,7 @@ static int open_device(hx_engine *e, const hx_options *opt, hx_err *err)
                            (size_t)n * HX_TOP_MAX * sizeof(hx_choice), err)) != 0)
         return rc;
     e->info.cache_bytes = e->cache->bytes;
+    e->info.token_bytes = e->cache->page_bytes / HX_PAGE;
     e->info.device = e->dev->text;
     if ((rc = hx_dev_alloc(e->dev, &e->out_scratch,
                            (size_t)n * 2 * (size_t)d->n_vocab * sizeof(float), err)) != 0)
@@ -458,6 +459,9 @@ int hx_open(hx_engine **out, const hx_options *opt, hx_err *err)
                        "places, %d threads; none may be negative",
                        opt->max_streams, (long long)opt->ctx_tokens,
                        (long long)opt->max_queue, opt->n_threads);
+    if (opt->kv < HX_KV_BF16 || opt->kv > HX_KV_FP8)
+        return hx_fail(err, HX_EARG, "options: unknown format %d of latents",
+                       (int)opt->kv);
     if ((e = hx_new(hx_engine, 1)) == NULL)
         return hx_fail(err, HX_ENOMEM, "engine: no memory");
     pthread_mutex_init(&e->lock, NULL);

@@ -503,7 +503,7 @@ static void test_cancels(void **state)
 
 /* ---- disk -------------------------------------------------------------------- */
 
-static char folder[] = "/tmp/hoist-reuse-XXXXXX";
+static char folder[32];
 
 static int64_t files_in_folder(bool remove_them)
 {
@@ -525,18 +525,21 @@ static int64_t files_in_folder(bool remove_them)
 
 /* A conversation goes on after a restart with the same bits, at its answer's end, at the
  * end of its prompt, and before its last message; then corrupt files cost time only. */
-static void test_restart(void **state)
+static void restart_case(hx_kv kv, hx_kv other)
 {
-    const hx_options disk = { .ctx_tokens = 2048, .max_streams = 2, .park_dir = folder };
-    hx_engine *e, *cold = open_with(&(hx_options) {
-                      .ctx_tokens = 2048, .max_streams = 2, .prefix = HX_PREFIX_OFF });
+    const hx_options disk = {
+        .ctx_tokens = 2048, .max_streams = 2, .park_dir = folder, .kv = kv
+    };
+    hx_engine *e,
+        *cold = open_with(&(hx_options) {
+            .ctx_tokens = 2048, .max_streams = 2, .prefix = HX_PREFIX_OFF, .kv = kv });
     int32_t *t = hx_new(int32_t, N_MAX);
     answer *a = hx_new(answer, 1), *b = hx_new(answer, 1);
     int64_t n = 1000;
     char path[512];
     hx_status st;
 
-    (void)state;
+    snprintf(folder, sizeof folder, "/tmp/hoist-reuse-XXXXXX");
     assert_non_null(mkdtemp(folder));
     make_text(cold, t, N_MAX, 77);
     for (int run = 0; run < 4; run++) {
@@ -556,6 +559,15 @@ static void test_restart(void **state)
         n += 33 + 57;
     }
     assert_true(files_in_folder(false) > 6);
+    /* Latents of another format are not taken. */
+    hx_options of_other = disk;
+    of_other.kv = other;
+    e = open_with(&of_other);
+    assert_int_equal(e->reuse->tree->stat.snaps, 0);
+    hx_close(e);
+    e = open_with(&disk);
+    assert_true(e->reuse->tree->stat.snaps > 0);
+    hx_close(e);
     /* Every file damaged somewhere: found out at open or when read. */
     DIR *d = opendir(folder);
     struct dirent *f;
@@ -584,6 +596,13 @@ static void test_restart(void **state)
     hx_free(t);
     hx_free(a);
     hx_free(b);
+}
+
+static void test_restart(void **state)
+{
+    (void)state;
+    restart_case(HX_KV_BF16, HX_KV_FP8);
+    restart_case(HX_KV_FP8, HX_KV_BF16);
 }
 
 static void test_fit(void **state)

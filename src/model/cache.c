@@ -4,22 +4,24 @@
  * All memory is taken at open; a slot is one sequence, a page 64 of its positions in
  * every MLA layer at once. Called by the engine thread only. Never looks at tokens:
  * which sequences share a page is the prefix tree's business (prefix.c). */
+#include "dev/fmt_page.h"
 #include "model/model.h"
 
-static uint64_t cache_elem_bytes(hx_cache_fmt fmt)
+/* Pooled keys are a ninth of what bf16 latents are beside FP8 ones, and errors of FP8
+ * would change which positions are picked. */
+static hx_cache_fmt pool_fmt(hx_cache_fmt fmt)
 {
-    return fmt == HX_CACHE_F32 ? 4 : 2;
+    return fmt == HX_CACHE_FP8 ? HX_CACHE_BF16 : fmt;
 }
 
 static uint64_t page_latent_bytes(const hx_desc *d, hx_cache_fmt fmt)
 {
-    return HX_PAGE * (uint64_t)d->latent * cache_elem_bytes(fmt);
+    return (uint64_t)hx_page_bytes(fmt, HX_PAGE, d->latent);
 }
 
 static uint64_t page_pool_bytes(const hx_desc *d, hx_cache_fmt fmt)
 {
-    return HX_PAGE / (uint64_t)d->pool_n * (uint64_t)d->index_width *
-           cache_elem_bytes(fmt);
+    return (uint64_t)hx_page_bytes(pool_fmt(fmt), HX_PAGE / d->pool_n, d->index_width);
 }
 
 /* Bytes per slot of the four KDA buffers and of the index ring, in f32. */
@@ -91,7 +93,7 @@ static int open_layer(hx_cache *c, const hx_desc *d, hx_layer_mem *m, hx_mixer m
         m->latent = pages_of(c, data, fmt, d->latent);
         if ((rc = hx_dev_alloc(c->dev, &data, p * page_pool_bytes(d, fmt), err)) != 0)
             return rc;
-        m->pool = pages_of(c, data, fmt, d->index_width);
+        m->pool = pages_of(c, data, pool_fmt(fmt), d->index_width);
         return hx_dev_alloc(c->dev, &m->ring, q * ring_bytes(d), err);
     }
     if ((rc = hx_dev_alloc(c->dev, &m->kda_state, q * kda_state_bytes(d), err)) != 0 ||

@@ -220,12 +220,13 @@ static void test_tiny_cpu(void **state)
 
 /* Decode one by one, decode several rows a step, prefill in pieces and in one: the same
  * answer to rounding; and pieces on the 64-grid the same bits. */
-static void agree_case(const char *dir, const int32_t *ids, int64_t n, const char *device)
+static void agree_case(const char *dir, const int32_t *ids, int64_t n, const char *device,
+                       hx_cache_fmt fmt)
 {
     rig r;
     float *whole, *other;
 
-    rig_open(&r, dir, device, NULL, HX_CACHE_F32);
+    rig_open(&r, dir, device, NULL, fmt);
     const int64_t v = r.m->desc.n_vocab;
     whole = hx_new(float, n *v);
     other = hx_new(float, n *v);
@@ -237,7 +238,8 @@ static void agree_case(const char *dir, const int32_t *ids, int64_t n, const cha
     run_fresh(&r, HX_PHASE_DECODE, ids, n, 3, other);
     /* Rows of one decode step have the bits of serial steps. */
     assert_memory_equal(other, serial, (size_t)(n * v) * sizeof(float));
-    printf("%s on %s: decode against prefill %.2g\n", dir, r.dev->text, one);
+    printf("%s on %s, latents %d: decode against prefill %.2g\n", dir, r.dev->text,
+           (int)fmt, one);
     assert_true(one <= 2e-5);
     rig_close(&r);
     hx_free(whole);
@@ -252,8 +254,10 @@ static void test_tiny_agree(void **state)
     const int64_t n = ids_of(hx_json_get(ref, "long_ids"), &ids);
 
     (void)state;
-    agree_case(TINY, ids, n, "cpu");
-    agree_case(TINY, ids, n, "ref");
+    for (int fmt = HX_CACHE_BF16; fmt <= HX_CACHE_FP8; fmt++) {
+        agree_case(TINY, ids, n, "cpu", (hx_cache_fmt)fmt);
+        agree_case(TINY, ids, n, "ref", (hx_cache_fmt)fmt);
+    }
     hx_free(ids);
     hx_json_free(ref);
 }
@@ -432,7 +436,8 @@ static void test_demo_agree(void **state)
                       "tool_call")) {
             const int64_t n = ids_of(hx_json_get(hx_json_at(list, i), "ids"), &ids);
 
-            agree_case(EXL3, ids, n, "cpu");
+            for (int fmt = HX_CACHE_BF16; fmt <= HX_CACHE_FP8; fmt++)
+                agree_case(EXL3, ids, n, "cpu", (hx_cache_fmt)fmt);
             hx_free(ids);
         }
     hx_json_free(list);
