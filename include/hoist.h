@@ -109,6 +109,10 @@ typedef struct {
     int64_t client_queue;   /* of one client waiting; 0: no limit */
     const char *dump_dir; /* NULL, or where ids and settings of broken answers are kept */
     const char *record;   /* NULL, or a file that gets a line per answer, for replays */
+    const char *trace;    /* NULL, or a file that gets what routers pick in decode steps
+                           * (model/trace.h); only where a GPU cannot hold all experts */
+    bool verify_memory; /* weights in host memory are compared with their checksums, again
+                           * and again, in the background */
 
     hx_load_fn *on_load; /* may be NULL */
     void *on_load_ud;

@@ -39,10 +39,12 @@ void bench_figure(bench_report *r, const char *name, const char *unit, const dou
         lo = HX_MIN(lo, v[i]);
         hi = HX_MAX(hi, v[i]);
     }
-    printf("%-44s %12.4g %s", name, mid, unit);
-    if (n > 1)
+    if (!r->quiet)
+        printf("%-44s %12.4g %s", name, mid, unit);
+    if (!r->quiet && n > 1)
         printf("  (%.4g to %.4g, %d runs)", lo, hi, n);
-    putchar('\n');
+    if (!r->quiet)
+        putchar('\n');
     hx_sb_str(&r->figures, r->figures.n == 0 ? "\n" : ",\n");
     hx_json_put_str(&r->figures, hx_str_c(name));
     hx_sb_printf(
@@ -336,7 +338,8 @@ int cmd_bench(const hx_cli *c)
                              "memory; repetitions one after another",
                          .random_text = true };
     const char *what = c->what != NULL ? c->what : "";
-    const bool ops = strcmp(what, "ops") == 0, serve = strcmp(what, "serve") == 0;
+    const bool ops = strcmp(what, "ops") == 0, serve = strcmp(what, "serve") == 0,
+               trace = strcmp(what, "trace") == 0;
     hx_info info = { 0 };
     int rc;
 
@@ -348,10 +351,11 @@ int cmd_bench(const hx_cli *c)
         out.random_text = false;
     }
     rc = ops     ? bench_ops(c, &out)
+         : trace ? bench_trace(c, &out)
          : serve ? cli_bench_serve(c, put_figure, &out)
                  : bench_engine(c, &out, &info);
     if (rc == 0 && c->json != NULL)
-        rc = write_report(&out, c, ops || serve ? NULL : &info);
+        rc = write_report(&out, c, ops || serve || trace ? NULL : &info);
     hx_sb_free(&out.figures);
     hx_sb_free(&out.prompts);
     hx_sb_free(&out.extra);

@@ -14,6 +14,7 @@ typedef struct {
     bool
         random_text; /* prompts are random ids: no figure of speculation may come of them */
     char device[64];
+    bool quiet; /* figures go to the result only */
 } bench_report;
 
 /* A figure of n measurements, in the order they were made; shows median and range. */
@@ -60,6 +61,9 @@ int bench_streams(hx_engine *e, bench_stream *s, int n, bench_event_fn *fn, void
                   hx_err *err);
 /* Seeded ids of plain text tokens: an endless supply of fresh prompts. */
 void bench_random_ids(const hx_info *info, uint64_t seed, int32_t *ids, int64_t n);
+
+/* What caches make of a recorded trace. bench_trace.c */
+int bench_trace(const hx_cli *c, bench_report *out);
 
 /* Where experts ran between two looks at them, over seconds of decode. bench_lanes.c */
 void bench_lanes(bench_report *out, const char *what, const hx_experts *a,

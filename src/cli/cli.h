@@ -16,7 +16,7 @@ typedef struct {
 /* Values of all options; which a command takes is a column of the table in main.c. */
 typedef struct {
     const char *model;
-    const char *what;    /* bench ops|decode|prefill|serve|compare */
+    const char *what;    /* bench ops|decode|prefill|serve|compare|trace */
     const char *more[8]; /* [n_more] further words: models, a folder, a file */
     int32_t n_more;
     const char *panel, *text, *against, *with, *needle, *plot, *write_panel, *lead;
@@ -26,9 +26,9 @@ typedef struct {
     const char *host, *served_name, *cors, *device, *isa, *cpus, *kv;
     cli_list api_keys;
     const char *api_key_file, *admin_key, *unix_path, *tls_cert, *tls_key, *url, *home;
-    const char *dump_dir, *record, *replay, *mixes;
+    const char *dump_dir, *record, *replay, *mixes, *trace, *slots;
     double decode_share;
-    bool has_share, no_canary, quiet, log_prompts;
+    bool has_share, no_canary, quiet, log_prompts, verify_memory;
     int64_t key_streams, key_queue;
     int64_t port, ctx, threads, streams, queue, n, seed;
     uint64_t cache, vram, ram, park_ram, park_disk;

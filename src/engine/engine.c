@@ -250,6 +250,7 @@ static int place_experts(hx_engine *e, const hx_options *opt, hx_err *err)
         .isa = hx_dev_is_host(e->dev) ? opt->cpu_isa : NULL,
         .cpus = opt->cpus,
         .n_threads = opt->n_threads,
+        .trace = opt->trace,
         .rates = { opt->expert_us[0], opt->expert_us[1], opt->expert_us[2],
                    opt->expert_us[3], opt->expert_us[4] }
     };
@@ -282,6 +283,10 @@ static int open_experts(hx_engine *e, const hx_options *opt, hx_err *err)
 
     if (rc == 0 && e->model->store != NULL)
         hx_store_report(e->model->store, &e->experts);
+    else if (rc == 0 && opt->trace != NULL)
+        return hx_fail(err, HX_EARG,
+                       "trace: every expert lies where it is computed with, so picks are "
+                       "not looked at; give --vram less than the experts take");
     return rc;
 }
 

@@ -9,8 +9,7 @@
 
 #define PART_ALIGN 256
 #define PARTS      9 /* of a record: w, suh (or scale), svh (or bias) of three matrices */
-#define MOVE_MAX   64 /* pushes on their way */
-#define MOVE_STEP  4  /* newcomers of a step once no slot is free */
+#define MOVE_MAX   HX_CLOCK_LOOKS /* pushes on their way */
 #define PIN_BYTES  ((size_t)1 << 30)
 #define TRIES      5 /* of a measurement; the best counts */
 
@@ -742,13 +741,43 @@ int hx_store_prefill(hx_store *s, int64_t layer, int64_t rows, hx_moe_args *moe,
     return rc;
 }
 
+/* ---- the trace --------------------------------------------------------------- */
+
+static int open_trace(hx_store *s, const char *path, hx_err *err)
+{
+    hx_trace_shape *t = &s->trace_shape;
+
+    if (path == NULL)
+        return 0;
+    *t = (hx_trace_shape) { s->n_layer, s->n_expert, s->n_active, 0,
+                            hx_new(int32_t, s->n_layer) };
+    if (t->moe == NULL)
+        return hx_fail(err, HX_ENOMEM, "expert store: no memory");
+    for (int64_t l = 0; l < s->n_layer; l++)
+        if (s->model->layer[l].ffn == HX_FFN_MOE)
+            t->moe[t->n_moe++] = (int32_t)l;
+    return hx_trace_begin(&s->trace, path, t, err);
+}
+
+/* A trace that cannot be written ends; the model goes on. */
+static void trace_step(hx_store *s, int64_t rows)
+{
+    hx_err err;
+
+    if (s->trace == NULL ||
+        hx_trace_step(s->trace, &s->trace_shape, s->log.p, s->max_pick, rows, &err) == 0)
+        return;
+    hx_log(HX_LOG_WARN, "%s; it ends here", err.msg);
+    fclose(s->trace);
+    s->trace = NULL;
+}
+
 /* ---- after a decode step -------------------------------------------------------- */
 
-/* Newcomers of a step: many while slots are free, few afterwards, for a push takes link
- * time from the experts that are read in place. */
+/* Newcomers of a step: many while slots are free, few afterwards. */
 static int admit(hx_store *s, const int64_t *wanted, int64_t n, hx_err *err)
 {
-    int64_t left = MOVE_STEP;
+    int64_t left = HX_CLOCK_MOVES;
 
     for (int64_t i = 0; i < n && s->n_move < MOVE_MAX && left > 0; i++) {
         const int32_t slot =
@@ -773,6 +802,7 @@ int hx_store_end(hx_store *s, int64_t rows, hx_err *err)
         hx_lane_rest(s->lane);
     if (s->lane != NULL && (rc = hx_lane_late(s->lane, err)) != 0)
         return rc;
+    trace_step(s, rows);
     if (is_lent(s) && --s->lent_steps <= 0)
         give_back(s);
     for (int64_t i = 0; i < s->n_layer; i++) { /* each layer is first now and then */
@@ -936,7 +966,7 @@ int hx_store_open(hx_store **out, hx_model *m, hx_dev *dev, const hx_store_opt *
         goto fail;
     if (opt->mode == HX_MODE_AUTO && (rc = open_lane(s, opt, err)) != 0)
         goto fail;
-    if ((rc = warm(s, err)) != 0)
+    if ((rc = warm(s, err)) != 0 || (rc = open_trace(s, opt->trace, err)) != 0)
         goto fail;
     s->rates = opt->rates;
     if (!(opt->rates.here_us > 0) && (rc = measure(s, err)) != 0)
@@ -970,6 +1000,9 @@ void hx_store_close(hx_store *s)
             hx_dev_unpin(s->dev, s->pin[i]);
     hx_unmap(s->arena, s->arena_bytes);
     hx_clock_close(&s->clock);
+    if (s->trace != NULL)
+        fclose(s->trace);
+    hx_free(s->trace_shape.moe);
     hx_free(s->pin);
     hx_free(s->home);
     hx_free(s->move);

@@ -8,6 +8,7 @@
 
 #include "dev/dev.h"
 #include "model/clock.h"
+#include "model/trace.h"
 
 struct hx_model;
 
@@ -21,6 +22,7 @@ typedef struct {
     const char *isa, *cpus; /* of the CPU lane, as in hx_dev_opt */
     int32_t n_threads;      /* of it; 0: one for each CPU */
     hx_rates rates;         /* here_us > 0: these, instead of measured ones */
+    const char *trace;      /* NULL, or a file that gets what is picked; see trace.h */
 } hx_store_opt;
 
 typedef struct hx_store {
@@ -48,6 +50,8 @@ typedef struct hx_store {
     int32_t *was, n_was; /* [2 E] tenants of lent slots; how many are still to return */
     int lent_steps;      /* decode steps until lent slots are given back */
     hx_experts stats;
+    FILE *trace; /* NULL: none */
+    hx_trace_shape trace_shape;
 } hx_store;
 
 /* Takes over the routed experts of a model whose other weights lie on dev already; locks
