@@ -615,7 +615,7 @@ int cli_open_engine(hx_engine **out, const hx_cli *c, hx_load_fn *also, void *ud
                        .dump_dir = c->dump_dir,
                        .record = c->record,
                        .trace = c->trace,
-                       .verify_memory = c->verify_memory,
+                       .verify_ms = c->verify_memory ? 60000 : 0,
                        .park_ram_bytes = c->park_ram,
                        .park_dir = c->park_dir,
                        .park_disk_bytes = c->park_disk,

@@ -2,6 +2,7 @@
  * and what moves between them. See store.h. */
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdlib.h>
 
 #include "dev/lane.h"
 #include "model/model.h"
@@ -18,6 +19,10 @@ struct hx_move {
     int64_t item;
     int32_t slot;
     uint64_t ticket;
+};
+
+struct hx_moved {
+    const char *from, *to;
 };
 
 /* Half of the memory that slots lend to long prefills: a whole layer's experts. */
@@ -148,6 +153,43 @@ static void copy_records(void *ud, int64_t begin, int64_t end, int worker)
     }
 }
 
+static int by_from(const void *a, const void *b)
+{
+    const struct hx_moved *x = a, *y = b;
+
+    return (x->from > y->from) - (x->from < y->from);
+}
+
+/* What copy_records() copies, for who asks later. */
+static int note_moves(hx_store *s, int64_t n_record, hx_err *err)
+{
+    s->moved = hx_new(struct hx_moved, n_record * PARTS);
+    if (s->moved == NULL)
+        return hx_fail(err, HX_ENOMEM, "expert store: no memory");
+    for (int64_t i = 0; i < s->n_layer * s->n_expert; i++) {
+        if (s->home[i] == NULL)
+            continue;
+        const record r = record_of(expert_at(s->model, i));
+        for (int p = 0; p < PARTS; p++)
+            if (r.bytes[p] != 0)
+                s->moved[s->n_moved++] =
+                    (struct hx_moved) { r.from[p], (const char *)s->home[i] + r.at[p] };
+    }
+    qsort(s->moved, (size_t)s->n_moved, sizeof *s->moved, by_from);
+    return 0;
+}
+
+const void *hx_store_where(const hx_store *s, const void *from)
+{
+    const struct hx_moved key = { .from = from },
+                          *m = s->n_moved == 0
+                                   ? NULL
+                                   : bsearch(&key, s->moved, (size_t)s->n_moved,
+                                             sizeof key, by_from);
+
+    return m != NULL ? m->to : NULL;
+}
+
 static void point_to(hx_expert *e, const hx_lease *at)
 {
     hx_mat *mat[3] = { &e->gate, &e->up, &e->down };
@@ -193,6 +235,9 @@ static int gather(hx_store *s, hx_pool *pool, hx_err *err)
     for (int64_t i = 0; i < n; i++)
         if (s->home[i] != NULL)
             s->home[i] = (uint8_t *)s->arena + (size_t)count++ * s->record_bytes;
+    const int rc = note_moves(s, count, err);
+    if (rc != 0)
+        return rc;
     hx_pool_run(pool, n, 4, copy_records, &(host_job) { .s = s });
     for (int64_t i = 0; i < n; i++)
         if (s->home[i] != NULL) {
@@ -1005,6 +1050,7 @@ void hx_store_close(hx_store *s)
     hx_free(s->trace_shape.moe);
     hx_free(s->pin);
     hx_free(s->home);
+    hx_free(s->moved);
     hx_free(s->move);
     hx_free(s->stage);
     hx_free(s->was);

@@ -34,6 +34,8 @@ typedef struct hx_store {
     const uint8_t **home; /* [n_layer, E] its record in host memory; NULL: dense layer */
     void *arena;          /* the records, where the checkpoint does not hold them so */
     size_t arena_bytes;
+    struct hx_moved *moved; /* [n_moved] parts that were copied there, by where from */
+    int64_t n_moved;
     void **pin; /* [n_pin] locked ranges */
     int n_pin;
     hx_lane *lane; /* NULL: none */
@@ -60,6 +62,8 @@ typedef struct hx_store {
 int hx_store_open(hx_store **out, struct hx_model *m, hx_dev *dev,
                   const hx_store_opt *opt, hx_err *err);
 void hx_store_close(hx_store *s); /* NULL is fine; before the model and the device */
+/* Where what the checkpoint has at from was copied to; NULL: it was not. Any thread. */
+const void *hx_store_where(const hx_store *s, const void *from);
 /* Bytes that all routed experts take as records, and one of them. */
 uint64_t hx_store_bytes(const struct hx_model *m, size_t *record_bytes);
 
