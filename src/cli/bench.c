@@ -81,12 +81,12 @@ void bench_member(bench_report *r, const char *name, const char *json)
 static void put_model(hx_sb *b, const hx_cli *c, const hx_info *info)
 {
     hx_sb_str(b, ",\n\"model\":");
+    hx_sb_str(b, "{\"name\":");
+    hx_json_put_str(b, hx_str_c(info != NULL ? info->name : c->model));
     if (info == NULL) {
-        hx_sb_str(b, "null");
+        hx_sb_char(b, '}');
         return;
     }
-    hx_sb_str(b, "{\"name\":");
-    hx_json_put_str(b, hx_str_c(info->name));
     hx_sb_str(b, ",\"device\":");
     hx_json_put_str(b, hx_str_c(info->device));
     hx_sb_printf(
@@ -226,6 +226,8 @@ static int bench_decode(bench_run *b, hx_err *err)
                 const uint64_t seed = b->seed + (uint64_t)(k * 64 + j);
 
                 bench_random_ids(&b->info, seed, ids[j], 32);
+                if (k >= 0)
+                    bench_prompt(b->out, ids[j], 32);
                 s[j] = (bench_stream) { .ids = ids[j],
                                         .n_ids = 32,
                                         .max_new = n_new,
@@ -270,6 +272,8 @@ static int bench_prefill(bench_run *b, hx_err *err)
 
             bench_random_ids(&b->info, b->seed + 1000 * (i + 1) + (uint64_t)k, ids,
                              lengths[i]);
+            if (k >= 0)
+                bench_prompt(b->out, ids, lengths[i]);
             rc = bench_streams(b->e, &s, 1, NULL, NULL, err);
             us = (double)HX_MAX(s.times.first_us - s.times.queued_us, 1);
             if (k >= 0) {

@@ -684,8 +684,10 @@ int main(int argc, char **argv)
         return 2;
     }
     c.no_canary = c.no_canary || cmd->bit != SERVE;
-    if (cmd->bit == BENCH && c.prefix == NULL &&
-        (c.what == NULL || strcmp(c.what, "serve") != 0))
+    if (c.prefix == NULL &&
+        (cmd->bit == SCORE ||
+         (cmd->bit == BENCH && (c.what == NULL || strcmp(c.what, "serve") != 0) &&
+          (c.protocol == NULL || strcmp(c.protocol, "decode-32k") != 0))))
         c.prefix = "off"; /* what is measured is computed */
     if (c.prefix != NULL && strcmp(c.prefix, "reuse") != 0 &&
         strcmp(c.prefix, "strict") != 0 && strcmp(c.prefix, "off") != 0) {
