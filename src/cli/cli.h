@@ -90,5 +90,6 @@ typedef struct {
 int cli_pull(const hx_pull *p, hx_err *err);
 bool cli_pull_is_done(
     const char *dir); /* a model is there, and no download was cut off */
+bool cli_pull_may_fill(const char *dir); /* absent, empty, or a pull was at work there */
 
 #endif
