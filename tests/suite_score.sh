@@ -99,6 +99,8 @@ fi
 
 check nothing_to_score 2 'needs --panel' "$hoist" score $demo
 check greedy_alone 2 'needs a reference' "$hoist" score $demo --panel $panel --greedy 4
+check plot_alone 2 'it needs --panel' "$hoist" score $demo --text "$tmp/short.txt" --plot "$tmp/x.svg"
+check out_nowhere 1 'nowhere/x.json: No such file' "$hoist" score $demo --panel $panel --out /nowhere/x.json
 check bad_with 1 'expected kv=' "$hoist" score $demo --panel $panel --with speed=11
 check no_file 1 '/nowhere' "$hoist" score $demo --panel /nowhere
 echo '[{"prompt_len":3,"tokens":[1,2]}]' > "$tmp/x.json"

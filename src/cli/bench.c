@@ -349,6 +349,8 @@ int cmd_bench(const hx_cli *c)
 
     if (strcmp(what, "compare") == 0)
         return bench_compare(c);
+    if ((rc = cli_try_write(c->json)) != 0)
+        return rc;
     if (serve) {
         out.protocol = "serve";
         out.about = "mixes of clients over HTTP";

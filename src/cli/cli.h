@@ -46,7 +46,9 @@ typedef struct {
 int cli_open_engine(hx_engine **out, const hx_cli *c, hx_load_fn *also, void *ud);
 int cli_fail(const hx_err *err); /* "hoist: sentence" on stderr; exit status 1 */
 int cli_write(const char *path, const hx_sb *b, hx_err *err); /* the whole file */
-void cli_bytes(char out[32], uint64_t n);                     /* "1.5 GiB" */
+/* Before hours of work whose result goes there. 0; else it printed why. NULL is fine. */
+int cli_try_write(const char *path);
+void cli_bytes(char out[32], uint64_t n); /* "1.5 GiB" */
 
 /* Parses the answer to a prompt that ends in the id last; freed with hx_reply_close(). */
 int cli_reply_open(hx_reply **out, hx_engine *e, int32_t last, hx_err *err);

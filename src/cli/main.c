@@ -45,7 +45,7 @@ static const command commands[] = {
     { "plan", "MODEL",
       "what it takes of this machine's memories, and the speed to expect", PLAN,
       cmd_plan },
-    { "bench", "[ops|decode|prefill|serve] [MODEL]",
+    { "bench", "[ops|decode|prefill|serve|trace|compare] [MODEL]",
       "measured speed beside this machine's ceilings; compare A B: two results; trace "
       "FILE: what a cache makes of recorded picks",
       BENCH, cmd_bench },
@@ -453,6 +453,19 @@ int cli_write(const char *path, const hx_sb *b, hx_err *err)
     good = fwrite(b->p, 1, b->n, f) == b->n;
     good = fclose(f) == 0 && good;
     return good ? 0 : hx_fail(err, HX_EIO, "%s: write failed: %s", path, strerror(errno));
+}
+
+int cli_try_write(const char *path)
+{
+    FILE *f = path != NULL ? fopen(path, "a") : NULL;
+
+    if (path != NULL && f == NULL) {
+        fprintf(stderr, "hoist: %s: %s\n", path, strerror(errno));
+        return 1;
+    }
+    if (f != NULL)
+        fclose(f);
+    return 0;
 }
 
 void cli_bytes(char out[32], uint64_t n)

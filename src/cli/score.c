@@ -836,10 +836,7 @@ static int draw(const job *j, hx_err *err)
         int rc;
 
         if (of->n == 0)
-            return hx_fail(
-                err, HX_EARG,
-                "--plot: nothing to draw; divergence needs --panel, --against, "
-                "--with or --decode");
+            return hx_fail(err, HX_EARG, "--plot: no position was compared");
         if ((rc = score_summarize(&sum, of, j->seed, err)) != 0)
             return rc;
         line[i] = (score_line) { slash != NULL && slash[1] != '\0' ? slash + 1 : s->name,
@@ -902,6 +899,15 @@ int cmd_score(const hx_cli *c)
                 "hoist: --greedy needs a reference: --against MODEL or --with LIST\n");
         return 2;
     }
+    if (c->plot != NULL && c->panel == NULL && c->against == NULL && c->with == NULL &&
+        !c->decode) {
+        fprintf(stderr, "hoist: --plot draws divergence: it needs --panel, --against, "
+                        "--with or --decode\n");
+        return 2;
+    }
+    if ((rc = cli_try_write(c->out)) != 0 || (rc = cli_try_write(c->plot)) != 0 ||
+        (rc = cli_try_write(c->write_panel)) != 0)
+        return rc;
     if ((rc = open_all(&j)) == 0) {
         rc = c->panel != NULL ? read_panel(&j, &err) : 0;
         if (rc == 0 && c->text != NULL)

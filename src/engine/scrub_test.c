@@ -116,8 +116,8 @@ static void copy_file(const char *from, const char *to)
 
 static bool same_file(const char *a, const char *b)
 {
-    char *p, *q;
-    size_t n, m;
+    char *p = NULL, *q = NULL;
+    size_t n = 0, m = 0;
     hx_err err;
     bool same;
 

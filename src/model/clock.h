@@ -6,8 +6,8 @@
 
 #include "base/base.h"
 
-/* What a decode step may change: newcomers once no slot is free (a push takes link time
- * from the experts that are read in place), and experts looked at for it. */
+/* What a decode step may change: newcomers once all slots are taken, for a push takes link
+ * time from the experts that are read in place; and experts looked at for it. */
 #define HX_CLOCK_MOVES 4
 #define HX_CLOCK_LOOKS 64
 
