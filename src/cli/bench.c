@@ -109,7 +109,7 @@ static int write_report(const bench_report *r, const hx_cli *c, const hx_info *i
 
     strftime(when, sizeof when, "%Y-%m-%dT%H:%M:%SZ", gmtime_r(&now, &tm));
     hx_sb_printf(&b, "{\"kind\":\"hoist bench\",\"finished\":\"%s\"", when);
-    bench_machine(&b, c->threads != 0 ? (int)c->threads : hx_sys_n_cpu());
+    bench_machine(&b, &r->gpu, c->threads != 0 ? (int)c->threads : hx_sys_n_cpu());
     put_model(&b, c, info);
     hx_sb_str(&b, ",\n\"protocol\":{\"name\":");
     hx_json_put_str(&b, hx_str_c(r->protocol));
@@ -122,7 +122,7 @@ static int write_report(const bench_report *r, const hx_cli *c, const hx_info *i
         r->random_text ? "random ids" : "natural", (long long)(c->has_seed ? c->seed : 1),
         r->extra.p != NULL ? r->extra.p : "", r->prompts.p != NULL ? r->prompts.p : "",
         r->figures.p != NULL ? r->figures.p : "");
-    b.bad |= r->figures.bad || r->prompts.bad || r->extra.bad;
+    b.bad |= r->figures.bad || r->prompts.bad || r->extra.bad || r->gpu.bad;
     rc = cli_write(c->json, &b, &err) != 0 ? cli_fail(&err) : 0;
     hx_sb_free(&b);
     return rc;
@@ -325,6 +325,7 @@ static int bench_engine(const hx_cli *c, bench_report *out, hx_info *info)
     info->name = strrchr(c->model, '/') != NULL ? strrchr(c->model, '/') + 1 : c->model;
     snprintf(out->device, sizeof out->device, "%s", b.info.device);
     info->device = out->device;
+    bench_gpu(&out->gpu);
     hx_close(b.e);
     return rc != 0 ? cli_fail(&err) : 0;
 }
@@ -355,6 +356,8 @@ int cmd_bench(const hx_cli *c)
         out.protocol = "serve";
         out.about = "mixes of clients over HTTP";
         out.random_text = false;
+        hx_sb_str(&out.extra, ",\"mixes\":");
+        hx_json_put_str(&out.extra, hx_str_c(c->mixes != NULL ? c->mixes : "all"));
     }
     rc = ops     ? bench_ops(c, &out)
          : trace ? bench_trace(c, &out)
@@ -365,5 +368,6 @@ int cmd_bench(const hx_cli *c)
     hx_sb_free(&out.figures);
     hx_sb_free(&out.prompts);
     hx_sb_free(&out.extra);
+    hx_sb_free(&out.gpu);
     return rc;
 }

@@ -10,6 +10,7 @@ typedef struct {
     hx_sb figures; /* members of "figures" */
     hx_sb prompts; /* elements of "prompts_sha256" */
     hx_sb extra;   /* further members of "protocol" */
+    hx_sb gpu; /* member "gpu", read before the engine was closed: clocks under load */
     const char *protocol, *about;
     bool
         random_text; /* prompts are random ids: no figure of speculation may come of them */
@@ -27,9 +28,11 @@ void bench_member(bench_report *r, const char *name,
                   const char *json);         /* of "protocol" */
 double bench_median(const double *v, int n); /* n up to 64 */
 
-/* Appends the members "build", "machine", "gpu" and "ceilings" (measured now, with n_threads)
- * to an object. bench_machine.c */
-void bench_machine(hx_sb *b, int n_threads);
+/* Appends the member "gpu" to an object: driver, clocks now. bench_machine.c */
+void bench_gpu(hx_sb *b);
+/* Appends "build", "machine", "gpu" (gpu, or read now) and "ceilings" (measured now, with
+ * n_threads). */
+void bench_machine(hx_sb *b, const hx_sb *gpu, int n_threads);
 
 /* An engine under measurement. */
 typedef struct {
