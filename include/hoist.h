@@ -109,6 +109,10 @@ typedef struct {
     int64_t client_queue;   /* of one client waiting; 0: no limit */
     const char *dump_dir; /* NULL, or where ids and settings of broken answers are kept */
     const char *record;   /* NULL, or a file that gets a line per answer, for replays */
+    const char *trace;    /* NULL, or a file that gets what routers pick in decode steps
+                           * (model/trace.h); only where a GPU cannot hold all experts */
+    int64_t verify_ms; /* weights in host memory are compared with their checksums in the
+                        * background, a pass so long after the last began; 0: never */
 
     hx_load_fn *on_load; /* may be NULL */
     void *on_load_ud;
@@ -364,8 +368,9 @@ typedef struct {
     int64_t preempted; /* times that a running request gave its memory back */
     int64_t wait_ms;   /* that one more request would wait, from measured times */
     double prefill_rate,
-        decode_rate;      /* tokens per second of work on them; 0: not known */
-    const char *fault;    /* NULL, or why answers cannot be had or trusted now: "stalled",
+        decode_rate; /* tokens per second of work on them; 0: not known */
+    const char
+        *fault; /* NULL, or why answers cannot be had or trusted now: "stalled", "memory",
                         * "canary" */
     char fault_text[256]; /* a sentence, while fault is set */
 } hx_status;

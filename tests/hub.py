@@ -4,7 +4,7 @@
 Troubles: drop (each connection ends after 3 MB), norange (ranges are ignored), redirect (files are on another host,
 which must not see the token), busy (every third request: 429 with Retry-After: 1), long (more bytes than asked for), shift
 (the wrong range, twice), corrupt (the first transfer of every file has a wrong byte), rotten (all have), short (files are
-shorter than listed: 416), token (401 without it), pages (the list comes in pages), slow (2 MB/s), gone (404), html (200
+shorter than listed: 416), token (401 without it), pages (the list comes in pages), elsewhere (their next is on another host), slow (2 MB/s), gone (404), html (200
 with a page instead of JSON), evil (a name that leaves the folder), silent (no answer at all, twice)."""
 import hashlib
 import http.server
@@ -84,7 +84,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
             if "pages" not in trouble:
                 return self.reply(200, json.dumps(all_files + [{"type": "directory", "path": "sub"}]).encode())
             i = int(m[2] or 0)
-            link = f'<http://{self.headers["Host"]}/api/models/test/model/tree/{"c0ffee" * 6}abcd?recursive=true&page={i + 1}>; rel="next"'
+            host = f"localhost:{self.server.server_port}" if "elsewhere" in trouble else self.headers["Host"]
+            link = f'<http://{host}/api/models/test/model/tree/{"c0ffee" * 6}abcd?recursive=true&page={i + 1}>; rel="next"'
             return self.reply(200, json.dumps(all_files[i:i + 1]).encode(), **({"Link": link} if i + 1 < len(all_files) else {}))
         if m := re.match(r"/test/model/resolve/c0ffee\w*/(.*)", self.path):
             if "gone" in trouble:

@@ -52,6 +52,22 @@ check evenness 0 'share by half time' "$hoist" bench $demo --protocol evenness -
 holds evenness_json "$tmp/e.json" "0 <= f['share by half time']['median'] <= 1 and p['pass'] in (True, False)"
 check prefill_ctx 1 'needs a context of 8256' "$hoist" bench $demo --protocol random-prefill --ctx 2048
 check decode_32k_ctx 1 'needs a context of' "$hoist" bench $demo --protocol decode-32k --ctx 2048
+
+# What routers pick, recorded and replayed; and picks drawn by the measured shares: of a fixed
+# cache as good as can be, CLOCK has nearly all hits, and LRU far fewer (README of the format: trace.h).
+check trace_write 0 'decode, 2 streams' "$hoist" bench decode $demo -n 30 --streams 2 --vram 400KB --trace "$tmp/t"
+check trace 0 '[0-9]+ decode steps, [0-9]+ picks' "$hoist" bench trace "$tmp/t" --slots 8,24,40 --json "$tmp/t.json"
+holds trace_json "$tmp/t.json" "all(f[f'{n} slots: hits, optimum']['median'] >= f[f'{n} slots: hits, {o}']['median'] for n in (8, 24, 40) for o in ('CLOCK', 'LRU', 'fixed set'))"
+if /usr/bin/python3 tests/make_trace.py "$tmp/drawn" 1500 2>/dev/null; then
+    check trace_drawn 0 '336.0 distinct' "$hoist" bench trace "$tmp/drawn" --slots 1376 --json "$tmp/drawn.json"
+    holds trace_clock "$tmp/drawn.json" "35 < f['1376 slots: hits, CLOCK']['median'] < 41 and f['1376 slots: hits, LRU']['median'] < 27 \
+        and f['1376 slots: hits, optimum']['median'] < 60 and f['1376 slots: hits, fixed set']['median'] - f['1376 slots: hits, CLOCK']['median'] < 3"
+else
+    echo "SKIP bench_trace_drawn: no numpy"
+fi
+check trace_slots 1 'expected up to 16 sizes' "$hoist" bench trace "$tmp/t" --slots 0
+check trace_other 1 'no "hoist_trace":1' "$hoist" bench trace README.md
+check trace_no_store 1 'give --vram less' "$hoist" bench decode $demo -n 2 --streams 1 --trace "$tmp/n"
 check no_protocol 1 'expected random-prefill' "$hoist" bench $demo --protocol banana
 check compare_one 2 'needs two files' "$hoist" bench compare "$tmp/a.json"
 echo '{}' > "$tmp/x.json"

@@ -69,6 +69,10 @@ rm -rf "$tmp/out"
 HF_TOKEN=secret pull token_redirect "$tmp/small" token,redirect
 grep -q '^127\.0\.0\.1 .*Bearer secret' "$tmp/log" && grep -q '^localhost /cdn' "$tmp/log" && ! grep -q '^localhost .*secret' "$tmp/log" &&
     echo "ok pull_token_stays" || echo "not ok pull_token_stays: $(head -n 5 "$tmp/log")"
+rm -rf "$tmp/out"
+HF_TOKEN=secret pull token_pages "$tmp/small" token,pages,elsewhere
+grep -q '^localhost /api' "$tmp/log" && ! grep -q '^localhost .*secret' "$tmp/log" &&
+    echo "ok pull_token_stays_pages" || echo "not ok pull_token_stays_pages: $(head -n 5 "$tmp/log")"
 for trouble in busy shift corrupt silent busy,drop,redirect; do
     rm -rf "$tmp/out"
     pull "${trouble//,/_}" "$tmp/small" $trouble
@@ -162,6 +166,16 @@ if command -v ss >/dev/null && command -v curl >/dev/null; then
     serve
     [ $up = yes ] && [ ! -s "$tmp/log" ] && grep -q 'nothing is downloaded' "$tmp/serve.log" && echo "ok pull_serve_again" ||
         echo "not ok pull_serve_again: up $up, $(wc -l < "$tmp/log") requests"
+    # A folder with other things in it is not filled; a hub that has no such model ends the program.
+    mkdir "$tmp/other"
+    echo mine > "$tmp/other/notes.txt"
+    got=$(timeout 20 "$hoist" serve "$tmp/other" --pull test/model --port 0 2>&1)
+    rc=$?
+    [ $rc = 1 ] && grep -q 'holds other files and no model' <<<"$got" && [ "$(ls "$tmp/other")" = notes.txt ] &&
+        echo "ok pull_serve_other" || echo "not ok pull_serve_other: $rc $got"
+    got=$(timeout 20 "$hoist" serve "$tmp/none" --pull test/model@nowhere --port 0 2>&1)
+    rc=$?
+    [ $rc = 1 ] && grep -q 'no such model, revision' <<<"$got" && echo "ok pull_serve_no_model" || echo "not ok pull_serve_no_model: $rc $got"
     # SIGTERM ends a download.
     rm -rf "$tmp/served"
     start_hub "$tmp/demo" slow

@@ -36,6 +36,10 @@ holds panel_perplexity "$tmp/p.json" "2 < m['against_panel']['perplexity']['valu
 # Decode and prefill rows have the same bits on the CPU; 67 rows come from decode steps.
 holds decode "$tmp/p.json" "m['decode_against_prefill']['positions'] == 67 and m['decode_against_prefill']['kl_max'] < 1e-6 \
     and m['decode_against_prefill']['top1_agreement']['value'] == 1"
+# With a cache of experts (here an arena plays the GPU): the decode path again, each way of a miss forced.
+check lanes 0 'decode_lane_against_prefill, 67' "$hoist" score $demo --panel $panel --decode --vram 400KB --out "$tmp/l.json"
+holds lanes_forced "$tmp/l.json" "all(m[f'decode_{l}_against_prefill']['kl_max'] < 1e-6 and m[f'decode_{l}_against_prefill']['experts'][l] > 500 \
+    and m[f'decode_{l}_against_prefill']['experts'][o] == 0 for l, o in (('link', 'lane'), ('lane', 'link')))"
 check plot 0 'polyline|circle' cat "$tmp/p.svg"
 check plot_xml 0 '^$' python3 -c "import xml.dom.minidom; xml.dom.minidom.parse('$tmp/p.svg'); print()"
 
@@ -58,6 +62,8 @@ holds other_panel_seen "$tmp/b.json" "abs(r['top1_agreement'] - 86 / 87) < 1e-6 
 # (a routing near-tie can flip one row: so the bounds are on the 99th percentile and the top token).
 head -c 600 README.md > "$tmp/short.txt"
 check settings 0 'against_reference' "$hoist" score $demo --with isa=scalar --text "$tmp/short.txt" --window 64 --out "$tmp/s.json" --greedy 6
+check settings_greedy 0 'greedy: 4 of 4 answers equal$' "$hoist" score $demo --with isa=scalar --text "$tmp/short.txt" --window 64 --greedy 6
+holds settings_reference "$tmp/s.json" "r['reference_alone']['perplexity'] == m['against_reference']['perplexity'] and r['reference_alone']['kl_mean']['value'] is None"
 holds settings_equal "$tmp/s.json" "m['against_reference']['kl_max'] == 0 and all(g['equal'] for g in m['greedy']) and len(m['greedy']) == 4"
 check reference_device 0 'against_reference' "$hoist" score $demo --with device=ref --text "$tmp/short.txt" --window 64 --out "$tmp/r.json"
 holds reference_device_near "$tmp/r.json" "0 < m['against_reference']['kl_p99']['value'] < 1e-4 and m['against_reference']['top1_agreement']['value'] > 0.97 and m['against_reference']['interval']['units'] >= 2"
@@ -96,6 +102,8 @@ fi
 
 check nothing_to_score 2 'needs --panel' "$hoist" score $demo
 check greedy_alone 2 'needs a reference' "$hoist" score $demo --panel $panel --greedy 4
+check plot_alone 2 'it needs --panel' "$hoist" score $demo --text "$tmp/short.txt" --plot "$tmp/x.svg"
+check out_nowhere 1 'nowhere/x.json: No such file' "$hoist" score $demo --panel $panel --out /nowhere/x.json
 check bad_with 1 'expected kv=' "$hoist" score $demo --panel $panel --with speed=11
 check no_file 1 '/nowhere' "$hoist" score $demo --panel /nowhere
 echo '[{"prompt_len":3,"tokens":[1,2]}]' > "$tmp/x.json"

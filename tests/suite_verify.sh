@@ -92,3 +92,26 @@ if [ "$(id -u)" != 0 ]; then
     said read_only 0 'none could be kept'
     chmod u+w "$tmp/m"
 fi
+
+# The same while serving: the first pass makes the checksums; a damaged file is named by /health.
+. tests/server.sh
+rm -f "$tmp/m/hoist-checksums.json"
+cp $demo/tokenizer.json $demo/chat_template.jinja "$tmp/m/"
+start_server "$1" "$tmp/m" --verify-memory --ctx 2048
+trap 'kill $server 2>/dev/null; rm -rf "$tmp"' EXIT
+for _ in $(seq 100); do [ -f "$tmp/m/hoist-checksums.json" ] && break; sleep 0.1; done
+cmp -s "$tmp/m/hoist-checksums.json" $demo/hoist-checksums.json && echo "ok verify_serve_sums" || echo "not ok verify_serve_sums"
+[ "$(curl -s -o /dev/null -w '%{http_code}' "$url/health")" = 200 ] && echo "ok verify_serve_healthy" || echo "not ok verify_serve_healthy"
+kill $server
+wait $server
+read -r file at bad good tensor < <(grep ^model.safetensors "$tmp/flips")
+put "$file" "$at" "$bad"
+start_server "$1" "$tmp/m" --verify-memory --ctx 2048 --vram 400KB
+trap 'kill $server 2>/dev/null; rm -rf "$tmp"' EXIT
+for _ in $(seq 100); do
+    status=$(curl -s -o "$tmp/health" -w '%{http_code}' "$url/health")
+    [ "$status" = 503 ] && break
+    sleep 0.1
+done
+[ "$status" = 503 ] && grep -qF "\"reason\":\"memory\",\"message\":\"weights in memory: $tensor: " "$tmp/health" && echo "ok verify_serve_fault" ||
+    echo "not ok verify_serve_fault: $status $(cat "$tmp/health")"

@@ -214,6 +214,10 @@ void hx_pool_set_spin(hx_pool *p, int64_t spin_us);
     X(degenerate_total, "counter",                                                       \
       "Answers stopped for logits that were no numbers or "                              \
       "did not change.")                                                                 \
+    X(memory_verified_bytes_total, "counter",                                            \
+      "Bytes of weights compared with their checksums.")                                 \
+    X(memory_passes_total, "counter", "Times that all weights were compared.")           \
+    X(memory_faults_total, "counter", "Weights found to have changed in memory.")        \
     X(prefix_queries_total, "counter", "Prompt tokens looked up among kept prefixes.")   \
     X(prefix_hits_total, "counter", "Of these, tokens that needed no computing.")        \
     X(pages_parked_total, "counter", "Pages moved to host memory.")                      \

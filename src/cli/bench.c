@@ -42,10 +42,12 @@ void bench_figure(bench_report *r, const char *name, const char *unit, const dou
         lo = HX_MIN(lo, v[i]);
         hi = HX_MAX(hi, v[i]);
     }
-    printf("%-44s %12.4g %s", name, mid, unit);
-    if (n > 1)
+    if (!r->quiet)
+        printf("%-44s %12.4g %s", name, mid, unit);
+    if (!r->quiet && n > 1)
         printf("  (%.4g to %.4g, %d runs)", lo, hi, n);
-    putchar('\n');
+    if (!r->quiet)
+        putchar('\n');
     hx_sb_str(&r->figures, r->figures.n == 0 ? "\n" : ",\n");
     hx_json_put_str(&r->figures, hx_str_c(name));
     hx_sb_printf(
@@ -82,12 +84,12 @@ void bench_member(bench_report *r, const char *name, const char *json)
 static void put_model(hx_sb *b, const hx_cli *c, const hx_info *info)
 {
     hx_sb_str(b, ",\n\"model\":");
+    hx_sb_str(b, "{\"name\":");
+    hx_json_put_str(b, hx_str_c(info != NULL ? info->name : c->model));
     if (info == NULL) {
-        hx_sb_str(b, "null");
+        hx_sb_char(b, '}');
         return;
     }
-    hx_sb_str(b, "{\"name\":");
-    hx_json_put_str(b, hx_str_c(info->name));
     hx_sb_str(b, ",\"device\":");
     hx_json_put_str(b, hx_str_c(info->device));
     hx_sb_printf(
@@ -110,7 +112,7 @@ static int write_report(const bench_report *r, const hx_cli *c, const hx_info *i
 
     strftime(when, sizeof when, "%Y-%m-%dT%H:%M:%SZ", gmtime_r(&now, &tm));
     hx_sb_printf(&b, "{\"kind\":\"hoist bench\",\"finished\":\"%s\"", when);
-    bench_machine(&b, c->threads != 0 ? (int)c->threads : hx_sys_n_cpu());
+    bench_machine(&b, &r->gpu, c->threads != 0 ? (int)c->threads : hx_sys_n_cpu());
     put_model(&b, c, info);
     hx_sb_str(&b, ",\n\"protocol\":{\"name\":");
     hx_json_put_str(&b, hx_str_c(r->protocol));
@@ -123,7 +125,7 @@ static int write_report(const bench_report *r, const hx_cli *c, const hx_info *i
         r->random_text ? "random ids" : "natural", (long long)(c->has_seed ? c->seed : 1),
         r->extra.p != NULL ? r->extra.p : "", r->prompts.p != NULL ? r->prompts.p : "",
         r->figures.p != NULL ? r->figures.p : "");
-    b.bad |= r->figures.bad || r->prompts.bad || r->extra.bad;
+    b.bad |= r->figures.bad || r->prompts.bad || r->extra.bad || r->gpu.bad;
     rc = cli_write(c->json, &b, &err) != 0 ? cli_fail(&err) : 0;
     hx_sb_free(&b);
     return rc;
@@ -251,6 +253,8 @@ static int decode_at(bench_run *b, int n, int64_t depth, hx_err *err)
         if (k == 0 || depth == SHORT)
             bench_random_ids(&b->info, b->seed + (uint64_t)(k * 64 + 7 * depth), ids,
                              n * depth);
+        for (int j = 0; k > 0 && j < n; j++)
+            bench_prompt(b->out, ids + j * depth, depth);
         hx_get_experts(b->e, &before); /* of the last run */
         rc = decode_round(b, n, ids, depth, k, &rate[k], &seconds, err);
         if (k == 0)
@@ -350,6 +354,8 @@ static int prefill_of(bench_run *b, int64_t n, hx_err *err)
 
     for (int64_t start = hx_now_us(); rc == 0 && again(k - 1, start); k++) {
         bench_random_ids(&b->info, b->seed + (uint64_t)(1000 * n + k), ids, n);
+        if (k > 0)
+            bench_prompt(b->out, ids, n);
         hx_get_experts(b->e, &before);
         rc = bench_streams(b->e, &s, 1, NULL, NULL, err);
         ms[k] = (double)HX_MAX(s.times.first_us - s.times.queued_us, 1) / 1e3;
@@ -414,6 +420,7 @@ static int bench_engine(const hx_cli *c, bench_report *out, hx_info *info)
     info->name = strrchr(c->model, '/') != NULL ? strrchr(c->model, '/') + 1 : c->model;
     snprintf(out->device, sizeof out->device, "%s", b.info.device);
     info->device = out->device;
+    bench_gpu(&out->gpu);
     hx_close(b.e);
     return rc != 0 ? cli_fail(&err) : 0;
 }
@@ -431,24 +438,31 @@ int cmd_bench(const hx_cli *c)
                              "memory; repetitions one after another",
                          .random_text = true };
     const char *what = c->what != NULL ? c->what : "";
-    const bool ops = strcmp(what, "ops") == 0, serve = strcmp(what, "serve") == 0;
+    const bool ops = strcmp(what, "ops") == 0, serve = strcmp(what, "serve") == 0,
+               trace = strcmp(what, "trace") == 0;
     hx_info info = { 0 };
     int rc;
 
     if (strcmp(what, "compare") == 0)
         return bench_compare(c);
+    if ((rc = cli_try_write(c->json)) != 0)
+        return rc;
     if (serve) {
         out.protocol = "serve";
         out.about = "mixes of clients over HTTP";
         out.random_text = false;
+        hx_sb_str(&out.extra, ",\"mixes\":");
+        hx_json_put_str(&out.extra, hx_str_c(c->mixes != NULL ? c->mixes : "all"));
     }
     rc = ops     ? bench_ops(c, &out)
+         : trace ? bench_trace(c, &out)
          : serve ? cli_bench_serve(c, put_figure, &out)
                  : bench_engine(c, &out, &info);
     if (rc == 0 && c->json != NULL)
-        rc = write_report(&out, c, ops || serve ? NULL : &info);
+        rc = write_report(&out, c, ops || serve || trace ? NULL : &info);
     hx_sb_free(&out.figures);
     hx_sb_free(&out.prompts);
     hx_sb_free(&out.extra);
+    hx_sb_free(&out.gpu);
     return rc;
 }

@@ -10,10 +10,12 @@ typedef struct {
     hx_sb figures; /* members of "figures" */
     hx_sb prompts; /* elements of "prompts_sha256" */
     hx_sb extra;   /* further members of "protocol" */
+    hx_sb gpu; /* member "gpu", read before the engine was closed: clocks under load */
     const char *protocol, *about;
     bool
         random_text; /* prompts are random ids: no figure of speculation may come of them */
     char device[64];
+    bool quiet; /* figures go to the result only */
 } bench_report;
 
 /* A figure of n measurements, in the order they were made; shows median and range. */
@@ -26,9 +28,11 @@ void bench_member(bench_report *r, const char *name,
                   const char *json);         /* of "protocol" */
 double bench_median(const double *v, int n); /* n up to 64 */
 
-/* Appends the members "build", "machine", "gpu" and "ceilings" (measured now, with n_threads)
- * to an object. bench_machine.c */
-void bench_machine(hx_sb *b, int n_threads);
+/* Appends the member "gpu" to an object: driver, clocks now. bench_machine.c */
+void bench_gpu(hx_sb *b);
+/* Appends "build", "machine", "gpu" (gpu, or read now) and "ceilings" (measured now, with
+ * n_threads). */
+void bench_machine(hx_sb *b, const hx_sb *gpu, int n_threads);
 
 /* An engine under measurement. */
 typedef struct {
@@ -60,6 +64,9 @@ int bench_streams(hx_engine *e, bench_stream *s, int n, bench_event_fn *fn, void
                   hx_err *err);
 /* Seeded ids of plain text tokens: an endless supply of fresh prompts. */
 void bench_random_ids(const hx_info *info, uint64_t seed, int32_t *ids, int64_t n);
+
+/* What caches make of a recorded trace. bench_trace.c */
+int bench_trace(const hx_cli *c, bench_report *out);
 
 /* Where experts ran between two looks at them, over seconds of decode. bench_lanes.c */
 void bench_lanes(bench_report *out, const char *what, const hx_experts *a,

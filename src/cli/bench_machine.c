@@ -143,7 +143,7 @@ static void put_nvml(hx_sb *b)
     dlclose(lib);
 }
 
-static void put_gpu(hx_sb *b)
+void bench_gpu(hx_sb *b)
 {
     char driver[160];
 
@@ -232,10 +232,13 @@ static void put_ceilings(hx_sb *b, int n_threads)
     hx_unmap(j.b, (size_t)n * 8);
 }
 
-void bench_machine(hx_sb *b, int n_threads)
+void bench_machine(hx_sb *b, const hx_sb *gpu, int n_threads)
 {
     put_build(b);
     put_machine(b);
-    put_gpu(b);
+    if (gpu->n > 0)
+        hx_sb_add(b, gpu->p, gpu->n);
+    else
+        bench_gpu(b);
     put_ceilings(b, n_threads);
 }

@@ -173,7 +173,7 @@ static int greedy_decode(bench_run *b, hx_err *err)
 
 /* ---- decode at 32k ---------------------------------------------------------------- */
 
-/* One prefix of random ids for all rounds: from the second on, a kept prefix may help. */
+/* One prefix of random ids for all rounds: the second goes on from what the first left. */
 static int decode_32k(bench_run *b, hx_err *err)
 {
     enum { PREFIX = 32768, ROUNDS = 2 };

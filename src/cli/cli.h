@@ -16,7 +16,7 @@ typedef struct {
 /* Values of all options; which a command takes is a column of the table in main.c. */
 typedef struct {
     const char *model;
-    const char *what;    /* bench ops|decode|prefill|serve|compare */
+    const char *what;    /* bench ops|decode|prefill|serve|compare|trace */
     const char *more[8]; /* [n_more] further words: models, a folder, a file */
     int32_t n_more;
     const char *panel, *text, *against, *with, *needle, *plot, *write_panel, *lead;
@@ -26,9 +26,9 @@ typedef struct {
     const char *host, *served_name, *cors, *device, *isa, *cpus, *kv;
     cli_list api_keys;
     const char *api_key_file, *admin_key, *unix_path, *tls_cert, *tls_key, *url, *home;
-    const char *dump_dir, *record, *replay, *mixes;
+    const char *dump_dir, *record, *replay, *mixes, *trace, *slots;
     double decode_share;
-    bool has_share, no_canary, quiet, log_prompts;
+    bool has_share, no_canary, quiet, log_prompts, verify_memory;
     int64_t key_streams, key_queue;
     int64_t port, ctx, threads, streams, queue, n, seed;
     uint64_t cache, vram, ram, park_ram, park_disk;
@@ -46,7 +46,9 @@ typedef struct {
 int cli_open_engine(hx_engine **out, const hx_cli *c, hx_load_fn *also, void *ud);
 int cli_fail(const hx_err *err); /* "hoist: sentence" on stderr; exit status 1 */
 int cli_write(const char *path, const hx_sb *b, hx_err *err); /* the whole file */
-void cli_bytes(char out[32], uint64_t n);                     /* "1.5 GiB" */
+/* Before hours of work whose result goes there. 0; else it printed why. NULL is fine. */
+int cli_try_write(const char *path);
+void cli_bytes(char out[32], uint64_t n); /* "1.5 GiB" */
 
 /* Parses the answer to a prompt that ends in the id last; freed with hx_reply_close(). */
 int cli_reply_open(hx_reply **out, hx_engine *e, int32_t last, hx_err *err);
@@ -90,5 +92,6 @@ typedef struct {
 int cli_pull(const hx_pull *p, hx_err *err);
 bool cli_pull_is_done(
     const char *dir); /* a model is there, and no download was cut off */
+bool cli_pull_may_fill(const char *dir); /* absent, empty, or a pull was at work there */
 
 #endif

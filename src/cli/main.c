@@ -45,9 +45,10 @@ static const command commands[] = {
     { "plan", "MODEL",
       "what it takes of this machine's memories, and the speed to expect", PLAN,
       cmd_plan },
-    { "bench", "[ops|decode|prefill|serve] [MODEL]",
-      "measured speed beside this machine's ceilings; compare A B: two results", BENCH,
-      cmd_bench },
+    { "bench", "[ops|decode|prefill|serve|trace|compare] [MODEL]",
+      "measured speed beside this machine's ceilings; compare A B: two results; trace "
+      "FILE: what a cache makes of recorded picks",
+      BENCH, cmd_bench },
     { "connect", "CLIENT", "a client's configuration for this server", CONNECT,
       cmd_connect },
     { "quantize", "IN OUT --bits K --calib FILE",
@@ -118,6 +119,16 @@ static const option options[] = {
       OPT_FLAG, AT(log_prompts), 0, SERVE, 0, 0 },
     { "--record", "FILE", "append a line per request there, for run --replay", OPT_STR,
       AT(record), 0, SERVE, 0, 0 },
+    { "--trace", "FILE",
+      "what routers pick in decode steps goes there, for bench trace (needs --vram less "
+      "than the experts take)",
+      OPT_STR, AT(trace), 0, SERVE | BENCH, 0, 0 },
+    { "--slots", "N[,N]", "of bench trace: sizes of the cache (5 to 50 % of the experts)",
+      OPT_STR, AT(slots), 0, BENCH, 0, 0 },
+    { "--verify-memory", NULL,
+      "compare weights in host memory with their checksums, again and again, in the "
+      "background",
+      OPT_FLAG, AT(verify_memory), 0, SERVE, 0, 0 },
     { "--replay", "FILE[:N]", "run line N (the last) of a record again, and compare",
       OPT_STR, AT(replay), 0, RUN, 0, 0 },
     { "--dump-dir", "DIR", "where ids and settings of broken answers are kept (nowhere)",
@@ -389,7 +400,7 @@ static int set_word(hx_cli *c, const command *cmd, const char *word, hx_err *err
     const bool what = cmd->bit == BENCH && c->what == NULL && c->model == NULL &&
                       (strcmp(word, "ops") == 0 || strcmp(word, "decode") == 0 ||
                        strcmp(word, "prefill") == 0 || strcmp(word, "serve") == 0 ||
-                       strcmp(word, "compare") == 0);
+                       strcmp(word, "compare") == 0 || strcmp(word, "trace") == 0);
 
     if (what || (cmd->bit == CONNECT && c->what == NULL))
         c->what = word;
@@ -447,6 +458,19 @@ int cli_write(const char *path, const hx_sb *b, hx_err *err)
     good = fwrite(b->p, 1, b->n, f) == b->n;
     good = fclose(f) == 0 && good;
     return good ? 0 : hx_fail(err, HX_EIO, "%s: write failed: %s", path, strerror(errno));
+}
+
+int cli_try_write(const char *path)
+{
+    FILE *f = path != NULL ? fopen(path, "a") : NULL;
+
+    if (path != NULL && f == NULL) {
+        fprintf(stderr, "hoist: %s: %s\n", path, strerror(errno));
+        return 1;
+    }
+    if (f != NULL)
+        fclose(f);
+    return 0;
 }
 
 void cli_bytes(char out[32], uint64_t n)
@@ -608,6 +632,8 @@ int cli_open_engine(hx_engine **out, const hx_cli *c, hx_load_fn *also, void *ud
                        .client_queue = c->key_queue,
                        .dump_dir = c->dump_dir,
                        .record = c->record,
+                       .trace = c->trace,
+                       .verify_ms = c->verify_memory ? 60000 : 0,
                        .park_ram_bytes = c->park_ram,
                        .park_dir = c->park_dir,
                        .park_disk_bytes = c->park_disk,
@@ -684,9 +710,12 @@ int main(int argc, char **argv)
         return 0;
     }
     c.no_canary = c.no_canary || cmd->bit != SERVE;
-    if (cmd->bit == BENCH && c.prefix == NULL &&
-        (c.what == NULL || (strcmp(c.what, "serve") != 0 &&
-                            (strcmp(c.what, "decode") != 0 || c.tokens == NULL))))
+    if (c.prefix == NULL &&
+        (cmd->bit == SCORE ||
+         (cmd->bit == BENCH &&
+          (c.what == NULL || strcmp(c.what, "serve") != 0) &&
+          (c.what == NULL || strcmp(c.what, "decode") != 0 || c.tokens == NULL) &&
+          (c.protocol == NULL || strcmp(c.protocol, "decode-32k") != 0))))
         c.prefix = "off"; /* what is measured is computed */
     if (c.prefix != NULL && strcmp(c.prefix, "reuse") != 0 &&
         strcmp(c.prefix, "strict") != 0 && strcmp(c.prefix, "off") != 0) {

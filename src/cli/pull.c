@@ -6,6 +6,7 @@
  * A model folder never holds a file of that name that is not whole and right. Faults of the
  * network are tried again, with pauses that grow and with the server's own Retry-After; after
  * MAX_FAULTS in a row without a byte of progress they are an error. */
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <fnmatch.h>
@@ -686,6 +687,21 @@ bool cli_pull_is_done(const char *dir)
     snprintf(config, sizeof config, "%s/config.json", dir);
     snprintf(lock, sizeof lock, "%s/" LOCK_NAME, dir);
     return hx_file_exists(config) && !hx_file_exists(lock);
+}
+
+bool cli_pull_may_fill(const char *dir)
+{
+    char lock[4096];
+    DIR *d = opendir(dir);
+    const struct dirent *f;
+    bool empty = true;
+
+    snprintf(lock, sizeof lock, "%s/" LOCK_NAME, dir);
+    while (d != NULL && empty && (f = readdir(d)) != NULL)
+        empty = f->d_name[0] == '.' || strcmp(f->d_name, "lost+found") == 0;
+    if (d != NULL)
+        closedir(d);
+    return empty || hx_file_exists(lock);
 }
 
 int cli_pull(const hx_pull *p, hx_err *err)

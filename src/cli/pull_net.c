@@ -54,6 +54,7 @@ struct pull_net {
     struct curl_slist *(*slist_append)(struct curl_slist *, const char *);
     void (*slist_free_all)(struct curl_slist *);
     struct curl_slist *headers; /* the token, or NULL */
+    char endpoint[512];         /* who it is for */
     long protocols;
 };
 
@@ -108,6 +109,7 @@ int pull_net_open(pull_net **out, const char *endpoint, const char *token, hx_er
         rc = hx_fail(err, HX_EUNSUP, "pull: libcurl does not start");
         goto fail;
     }
+    snprintf(n->endpoint, sizeof n->endpoint, "%s", endpoint);
     /* What began encrypted stays so, whatever a redirect says. */
     n->protocols = strncasecmp(endpoint, "https:", 6) == 0
                        ? CURL_PROTO_HTTPS
@@ -119,7 +121,6 @@ int pull_net_open(pull_net **out, const char *endpoint, const char *token, hx_er
             rc = hx_fail(err, HX_EARG, "HF_TOKEN: not a token");
             goto fail;
         }
-        /* libcurl keeps it from other hosts that a redirect leads to. */
         if ((n->headers = n->slist_append(NULL, line)) == NULL) {
             rc = hx_fail(err, HX_ENOMEM, "pull: no memory");
             goto fail;
@@ -256,6 +257,8 @@ static int on_progress(void *ud, int64_t a, int64_t b, int64_t c, int64_t d)
 
 static void set_up(pull_net *n, void *h, transfer *t, char *range, char *why)
 {
+    const size_t len = strlen(n->endpoint);
+
     n->easy_reset(h); /* keeps the connection */
     n->easy_setopt(h, CURL_OPT_URL, t->r->url);
     n->easy_setopt(h, CURL_OPT_NOSIGNAL, 1L);
@@ -269,7 +272,10 @@ static void set_up(pull_net *n, void *h, transfer *t, char *range, char *why)
     n->easy_setopt(h, CURL_OPT_LOW_SPEED_LIMIT, 1000L);
     n->easy_setopt(h, CURL_OPT_LOW_SPEED_TIME, 30L);
     n->easy_setopt(h, CURL_OPT_ERRORBUFFER, why);
-    n->easy_setopt(h, CURL_OPT_HTTPHEADER, n->headers);
+    /* libcurl keeps it from hosts that a redirect leads to; a list's next page may name
+     * another, too. */
+    if (strncmp(t->r->url, n->endpoint, len) == 0 && t->r->url[len] == '/')
+        n->easy_setopt(h, CURL_OPT_HTTPHEADER, n->headers);
     n->easy_setopt(h, CURL_OPT_HEADERFUNCTION, on_header);
     n->easy_setopt(h, CURL_OPT_HEADERDATA, t);
     n->easy_setopt(h, CURL_OPT_WRITEFUNCTION, on_body);

@@ -58,6 +58,13 @@ static int fill_folder(loader *l)
         printf("%s: a model is there, nothing is downloaded\n", l->c->model);
         return 0;
     }
+    if (!cli_pull_may_fill(l->c->model)) {
+        fprintf(stderr,
+                "hoist: %s: holds other files and no model; --pull fills an empty or new "
+                "folder\n",
+                l->c->model);
+        return 1;
+    }
     printf("downloading %s to %s\n", l->c->pull, l->c->model);
     fflush(stdout);
     return cli_pull(&p, &err) != 0 ? cli_fail(&err) : 0;

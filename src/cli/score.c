@@ -14,6 +14,12 @@
 #define MAX_MODELS 8
 #define TOP        20
 
+/* Costs that leave misses of a GPU's cache of experts one way only. */
+static const struct {
+    const char *name, *expert_us;
+} lanes[] = { { "decode_link_against_prefill", "1,1,0,0,0" },
+              { "decode_lane_against_prefill", "1,1000000,1,0,0" } };
+
 typedef struct {
     int32_t *id;         /* [n] */
     int64_t n, from;     /* logits rows from .. n - 1 are scored */
@@ -25,13 +31,17 @@ typedef struct {
     const char *name;
     hx_engine *e;
     hx_info info;
-    float *logit;            /* [rows of the longest document, N] */
-    score_series ref;        /* against the reference; only nll without one */
-    score_series panel;      /* against the panel */
-    score_series decode;     /* decode path against its own prefill */
-    score_series decode_ref; /* decode path against the reference's prefill */
-    hx_sb per_prompt;        /* JSON rows of the panel's prompts */
+    float *logit;                       /* [rows of the longest document, N] */
+    score_series ref;                   /* against the reference; only nll without one */
+    score_series panel;                 /* against the panel */
+    score_series decode;                /* decode path against its own prefill */
+    score_series decode_ref;            /* decode path against the reference's prefill */
+    score_series forced[HX_LEN(lanes)]; /* as decode, with one lane forced */
+    hx_experts ran[HX_LEN(lanes)];      /* where experts were, then */
+    hx_sb per_prompt;                   /* JSON rows of the panel's prompts */
     hx_sb greedy, needle;
+    int64_t n_greedy, n_equal;
+    double worst_margin; /* where greedy answers part */
 } subject;
 
 typedef struct {
@@ -145,6 +155,8 @@ static void close_subject(subject *s)
     hx_free(s->logit);
     for (size_t i = 0; i < HX_LEN(all); i++)
         hx_free(all[i]->p);
+    for (size_t i = 0; i < HX_LEN(lanes); i++)
+        hx_free(s->forced[i].p);
     hx_sb_free(&s->per_prompt);
     hx_sb_free(&s->greedy);
     hx_sb_free(&s->needle);
@@ -357,7 +369,8 @@ static int compare_doc(const job *j, subject *s, int64_t i, hx_err *err)
 {
     const doc *d = &j->doc[i];
     const int64_t rows = d->n - d->from;
-    compare c = { s, j->has_ref ? &j->ref : NULL, d, hx_new(score_point, rows) };
+    compare c = { s, j->has_ref && s != &j->ref ? &j->ref : NULL, d,
+                  hx_new(score_point, rows) };
 
     if (c.point == NULL)
         return hx_fail(err, HX_ENOMEM, "score: no memory for %lld rows", (long long)rows);
@@ -439,8 +452,10 @@ static void compare_decode(score_series *to, const subject *prefill, int64_t i,
 }
 
 /* Feeds the same tokens one by one: the prompt up to the first scored row, then every
- * further token forced, so that nothing but decode steps made the state. */
-static int decode_doc(const job *j, subject *s, int64_t i, hx_err *err)
+ * further token forced, so that nothing but decode steps made the state. to: against the
+ * model's own prefill; to_ref, where it is not NULL, against the reference's. */
+static int decode_doc(const job *j, subject *s, int64_t i, score_series *to,
+                      score_series *to_ref, hx_err *err)
 {
     const doc *d = &j->doc[i];
     const hx_request r = { .tokens = d->id,
@@ -463,9 +478,9 @@ static int decode_doc(const job *j, subject *s, int64_t i, hx_err *err)
         for (int32_t k = 0; ev.kind == HX_EV_TOKENS && k < ev.n_tokens; k++, row++) {
             if (row == 0)
                 continue;
-            compare_decode(&s->decode, s, i, d, row, ev.top + k * TOP);
-            if (j->has_ref)
-                compare_decode(&s->decode_ref, &j->ref, i, d, row, ev.top + k * TOP);
+            compare_decode(to, s, i, d, row, ev.top + k * TOP);
+            if (to_ref != NULL)
+                compare_decode(to_ref, &j->ref, i, d, row, ev.top + k * TOP);
         }
     }
     if (ev.kind == HX_EV_ERROR) {
@@ -568,6 +583,11 @@ static int greedy_doc(job *j, subject *s, const doc *d, hx_err *err)
     if (rc == 0) {
         const bool equal = same == na && na == nb;
 
+        s->n_greedy++;
+        s->n_equal += equal;
+        if (!equal && same < na)
+            s->worst_margin = HX_MAX(s->worst_margin, (double)margin[same]);
+
         hx_sb_printf(&s->greedy, "%s{\"tokens\":%lld,\"equal\":%s,\"first_divergence\":",
                      s->greedy.n > 0 ? "," : "", (long long)na, equal ? "true" : "false");
         if (equal)
@@ -614,8 +634,8 @@ static int score_doc(job *j, int64_t i, hx_err *err)
     const doc *d = &j->doc[i];
     int rc = 0;
 
-    if (j->has_ref)
-        rc = forward(&j->ref, d, err);
+    if (j->has_ref && (rc = forward(&j->ref, d, err)) == 0)
+        rc = compare_doc(j, &j->ref, i, err);
     for (int k = 0; rc == 0 && k < j->n; k++) {
         subject *s = &j->s[k];
 
@@ -626,7 +646,7 @@ static int score_doc(job *j, int64_t i, hx_err *err)
         if (k == 0 && j->c->write_panel != NULL)
             write_panel_doc(j, d);
         if (j->c->decode)
-            rc = decode_doc(j, s, i, err);
+            rc = decode_doc(j, s, i, &s->decode, j->has_ref ? &s->decode_ref : NULL, err);
         if (rc == 0 && j->c->greedy != 0)
             rc = greedy_doc(j, s, d, err);
     }
@@ -642,6 +662,34 @@ static int score_all(job *j, hx_err *err)
     for (int k = 0; rc == 0 && j->c->needle != NULL && k < j->n; k++)
         rc = score_needle(j->s[k].e, j->c->needle, j->seed, &j->s[k].needle, err);
     return rc;
+}
+
+/* The decode path once more for each lane that a miss of a GPU's cache can take, forced by
+ * costs: the engine is opened anew, for two of a large model do not fit. Says its own
+ * errors. */
+static int force_lanes(job *j, subject *s)
+{
+    hx_experts x;
+    hx_err err = { 0 };
+    int rc = 0;
+
+    hx_get_experts(s->e, &x);
+    for (size_t k = 0; rc == 0 && x.n_expert > 0 && k < HX_LEN(lanes); k++) {
+        hx_cli c = *j->c;
+
+        if (k == 1 && x.us[2] <= 0)
+            break; /* gpu-only */
+        hx_close(s->e);
+        s->e = NULL;
+        c.expert_us = lanes[k].expert_us;
+        if ((rc = open_subject(s, &c, s->name, NULL)) != 0)
+            return rc;
+        for (int64_t i = 0; rc == 0 && i < j->n_doc; i++)
+            if ((rc = forward(s, &j->doc[i], &err)) == 0)
+                rc = decode_doc(j, s, i, &s->forced[k], NULL, &err);
+        hx_get_experts(s->e, &s->ran[k]);
+    }
+    return rc != 0 ? cli_fail(&err) : 0;
 }
 
 /* ---- report ---------------------------------------------------------------------- */
@@ -724,6 +772,28 @@ static int put_subject(hx_sb *b, const job *j, const subject *s, hx_err *err)
         (rc = put_summary(b, "decode_against_reference", &s->decode_ref, j->seed, err)) !=
             0)
         return rc;
+    for (size_t k = 0; k < HX_LEN(lanes); k++) {
+        const hx_experts *x = &s->ran[k];
+
+        if ((rc = put_summary(b, lanes[k].name, &s->forced[k], j->seed, err)) != 0)
+            return rc;
+        if (s->forced[k].n == 0)
+            continue;
+        printf(
+            "  experts                    %lld in GPU memory, %lld over the link, %lld "
+            "on the CPU\n",
+            (long long)x->here, (long long)x->link, (long long)x->lane);
+        b->n--; /* into that object */
+        hx_sb_printf(b, ",\"experts\":{\"here\":%lld,\"link\":%lld,\"lane\":%lld}}",
+                     (long long)x->here, (long long)x->link, (long long)x->lane);
+    }
+    if (s->n_greedy > 0) {
+        printf("greedy: %lld of %lld answers equal", (long long)s->n_equal,
+               (long long)s->n_greedy);
+        if (s->worst_margin > 0)
+            printf("; they part at a margin of at most %.3g nats", s->worst_margin);
+        putchar('\n');
+    }
     if (s->greedy.n > 0)
         hx_sb_printf(b, ",\"greedy\":[%s]", s->greedy.p);
     if (s->needle.n > 0)
@@ -766,10 +836,7 @@ static int draw(const job *j, hx_err *err)
         int rc;
 
         if (of->n == 0)
-            return hx_fail(
-                err, HX_EARG,
-                "--plot: nothing to draw; divergence needs --panel, --against, "
-                "--with or --decode");
+            return hx_fail(err, HX_EARG, "--plot: no position was compared");
         if ((rc = score_summarize(&sum, of, j->seed, err)) != 0)
             return rc;
         line[i] = (score_line) { slash != NULL && slash[1] != '\0' ? slash + 1 : s->name,
@@ -797,6 +864,8 @@ static int report(job *j, hx_err *err)
         hx_json_put_str(&b, hx_str_c(j->c->with));
     else
         hx_sb_str(&b, "null");
+    if (j->has_ref)
+        rc = rc != 0 ? rc : put_summary(&b, "reference_alone", &j->ref.ref, j->seed, err);
     hx_sb_str(&b, ",\"models\":[");
     for (int i = 0; rc == 0 && i < j->n; i++) {
         hx_sb_str(&b, i > 0 ? "," : "");
@@ -830,15 +899,30 @@ int cmd_score(const hx_cli *c)
                 "hoist: --greedy needs a reference: --against MODEL or --with LIST\n");
         return 2;
     }
+    if (c->plot != NULL && c->panel == NULL && c->against == NULL && c->with == NULL &&
+        !c->decode) {
+        fprintf(stderr, "hoist: --plot draws divergence: it needs --panel, --against, "
+                        "--with or --decode\n");
+        return 2;
+    }
+    if ((rc = cli_try_write(c->out)) != 0 || (rc = cli_try_write(c->plot)) != 0 ||
+        (rc = cli_try_write(c->write_panel)) != 0)
+        return rc;
     if ((rc = open_all(&j)) == 0) {
         rc = c->panel != NULL ? read_panel(&j, &err) : 0;
         if (rc == 0 && c->text != NULL)
             rc = read_texts(&j, &err);
-        if (rc == 0 && (rc = score_all(&j, &err)) == 0)
+        if (rc == 0)
+            rc = score_all(&j, &err);
+        for (int k = 0; rc == 0 && c->decode && k < j.n; k++)
+            if ((rc = force_lanes(&j, &j.s[k])) != 0)
+                goto close;
+        if (rc == 0)
             rc = report(&j, &err);
         if (rc != 0)
             rc = cli_fail(&err);
     }
+close:
     close_all(&j);
     return rc;
 }

@@ -4,7 +4,7 @@
 
 #include "cli/score.h"
 
-enum { WIDTH = 460, HEIGHT = 320, LEFT = 70, RIGHT = 16, TOP = 30, BOTTOM = 46 };
+enum { WIDTH = 460, HEIGHT = 320, LEFT = 70, RIGHT = 34, TOP = 30, BOTTOM = 46 };
 
 /* Where values lie on paper. Both axes are logarithmic: divergences and sizes are compared by
  * ratio. */
@@ -114,6 +114,7 @@ static void by_position(hx_sb *b, const score_line *line, int n)
         return;
     }
     decades(&p.lo_y, &p.hi_y);
+    p.hi_y *= n > 3 ? 100 : 10; /* room for the legend */
     axes(&p, "Mean divergence by position, nats", "position", 4);
     for (int i = 0; i < n; i++) {
         const char *colour = colours[(size_t)i % HX_LEN(colours)];

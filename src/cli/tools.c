@@ -104,15 +104,19 @@ static void print_formats(const hx_model *m)
             count_mat(count, &w->expert[e].down);
         }
     }
+    const char *comma = "";
+
     printf("large matrices:");
     for (int f = 0; f < HX_N_FMT; f++)
-        for (int k2 = 0; k2 <= 16; k2++)
-            if (count[f][k2] > 0 && k2 > 0)
-                printf(" %lld %s at %g bits,", (long long)count[f][k2],
-                       hx_fmt_name((hx_fmt)f), k2 / 2.0);
-            else if (count[f][k2] > 0)
-                printf(" %lld %s,", (long long)count[f][k2], hx_fmt_name((hx_fmt)f));
-    printf("\b \n");
+        for (int k2 = 0; k2 <= 16; k2++) {
+            if (count[f][k2] == 0)
+                continue;
+            printf("%s %lld %s", comma, (long long)count[f][k2], hx_fmt_name((hx_fmt)f));
+            if (k2 > 0)
+                printf(" at %g bits", k2 / 2.0);
+            comma = ",";
+        }
+    putchar('\n');
 }
 
 /* Numbers in a plain float tensor that are not finite: nothing a model can work with. */

@@ -259,6 +259,7 @@ static int place_experts(hx_engine *e, const hx_options *opt, hx_err *err)
         .isa = hx_dev_is_host(e->dev) ? opt->cpu_isa : NULL,
         .cpus = opt->cpus,
         .n_threads = opt->n_threads,
+        .trace = opt->trace,
         .rates = { opt->expert_us[0], opt->expert_us[1], opt->expert_us[2],
                    opt->expert_us[3], opt->expert_us[4] }
     };
@@ -291,6 +292,10 @@ static int open_experts(hx_engine *e, const hx_options *opt, hx_err *err)
 
     if (rc == 0 && e->model->store != NULL)
         hx_store_report(e->model->store, &e->experts);
+    else if (rc == 0 && opt->trace != NULL)
+        return hx_fail(err, HX_EARG,
+                       "trace: every expert lies where it is computed with, so picks are "
+                       "not looked at; give --vram less than the experts take");
     return rc;
 }
 
@@ -436,7 +441,8 @@ static int open_rest(hx_engine *e, const hx_options *opt, hx_err *err)
         return hx_fail(err, HX_EIO, "engine: the system refuses another thread");
     e->started = true;
     hx_health_start(e);
-    return hx_health_wait_known(e, err);
+    rc = hx_health_wait_known(e, err);
+    return rc != 0 ? rc : hx_scrub_start(e, opt, err);
 }
 
 int hx_open(hx_engine **out, const hx_options *opt, hx_err *err)
@@ -447,7 +453,8 @@ int hx_open(hx_engine **out, const hx_options *opt, hx_err *err)
 
     *out = NULL;
     if (!(opt->decode_share >= 0 && opt->decode_share <= 1) || opt->client_streams < 0 ||
-        opt->client_queue < 0 || opt->stall_ms < 0 || opt->canary_ms < 0)
+        opt->client_queue < 0 || opt->stall_ms < 0 || opt->canary_ms < 0 ||
+        opt->verify_ms < 0)
         return hx_fail(err, HX_EARG,
                        "options: decode share %g (0..1), limits of a client and times "
                        "must not be negative",
@@ -469,6 +476,7 @@ int hx_open(hx_engine **out, const hx_options *opt, hx_err *err)
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
     pthread_cond_init(&e->wake, &clock);
     pthread_cond_init(&e->health.quit, &clock);
+    pthread_cond_init(&e->scrub.quit, &clock);
     pthread_condattr_destroy(&clock);
     pthread_mutex_init(&e->health.record_lock, NULL);
     e->info.max_streams = opt->max_streams != 0 ? opt->max_streams : 8;
@@ -493,6 +501,7 @@ void hx_close(hx_engine *e)
         pthread_mutex_unlock(&e->lock);
         pthread_join(e->thread, NULL);
     }
+    hx_scrub_close(e);
     hx_health_close(e);
     hx_reuse_close(e);
     hx_graph_close(e->decode);

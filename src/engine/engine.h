@@ -191,8 +191,8 @@ typedef struct {
     bool started;
     _Atomic int64_t beat_us;  /* of the last progress */
     _Atomic int64_t worst_us; /* longest time between two while there was work */
-    _Atomic bool working, stalled, broken;
-    char stall_text[160], broken_text[256];
+    _Atomic bool working, stalled, broken, corrupt;
+    char stall_text[160], broken_text[256], corrupt_text[256];
     int64_t stall_us, canary_us; /* limits; canary_us 0: no canary */
     int64_t next_us, overdue_us; /* when the next canary may, must run */
     uint64_t sum;                /* of the known answer; 0: not yet known */
@@ -203,6 +203,18 @@ typedef struct {
     pthread_mutex_t record_lock; /* guards record */
     void *record;                /* FILE, or NULL */
 } hx_health;
+
+/* scrub.c's: the thread that compares weights with their checksums owns it. */
+typedef struct {
+    pthread_t thread;
+    pthread_cond_t quit; /* with engine->lock: closing */
+    bool started, make;  /* make: the next pass makes the checksums */
+    int64_t every_us;
+    hx_sums *sums;
+    char *dir;
+    size_t piece;     /* bytes since the last pause ... */
+    int64_t piece_us; /* ... which ended then */
+} hx_scrub;
 
 struct hx_engine {
     hx_info info;
@@ -224,6 +236,7 @@ struct hx_engine {
     bool started;
     _Atomic bool nudge; /* inbox or a cancel flag has something new */
     hx_health health;
+    hx_scrub scrub;
 
     /* under lock */
     hx_stream *inbox, *inbox_last;
@@ -289,12 +302,19 @@ int64_t hx_health_due_us(const hx_engine *e); /* until the next; -1: none */
 /* Why answers cannot be had or trusted, as a sentence, and in *name as a word; NULL when
  * all is well. Under lock. */
 const char *hx_health_fault(const hx_engine *e, const char **name);
+/* Weights in memory are no longer what they were: for good. Any thread. */
+void hx_health_corrupt(hx_engine *e, const hx_err *err);
 /* Row r of logits gave the stream's next token. An error when they change no more. */
 int hx_health_watch(hx_stream *s, hx_buf logits, int64_t r, hx_err *err);
 /* The stream's logits were no numbers, or did not change: says so where asked. */
 void hx_health_suspect(hx_stream *s, const hx_err *err);
 /* A line for the record, when there is one. The stream has ended and is nobody else's. */
 void hx_health_record(const hx_stream *s);
+
+/* scrub.c: weights in host memory against their checksums, where opt asks for it. Errors:
+ * HX_EARG: there are none, HX_EFORMAT, HX_EIO, HX_ENOMEM. */
+int hx_scrub_start(hx_engine *e, const hx_options *opt, hx_err *err);
+void hx_scrub_close(hx_engine *e);
 
 /* grammars.c: *out stays until it is dropped as often as it was taken. Errors as
  * hx_grammar_open(). Thread: any. */

@@ -1,6 +1,6 @@
 /* health.c - whether answers can be had and trusted: the watchdog over the engine
- * thread's progress, the canary (a known answer), logits that stopped to change, and what
- * is written for later: dumps of broken answers and the record of all.
+ * thread's progress, the canary (a known answer), what scrub.c finds, logits that stopped to
+ * change, and what is written for later: dumps of broken answers and the record of all.
  *
  * The engine thread beats, runs canaries and watches logits; the watchdog's own thread
  * only reads the beat and, when it stops, gives running requests their error. Neither ever
@@ -147,11 +147,34 @@ void hx_health_work(hx_engine *e, bool work)
 const char *hx_health_fault(const hx_engine *e, const char **name)
 {
     const hx_health *h = &e->health;
-    const bool stalled = atomic_load(&h->stalled), broken = atomic_load(&h->broken);
+    const struct {
+        bool on;
+        const char *name, *text;
+    } fault[] = { { atomic_load(&h->stalled), "stalled", h->stall_text },
+                  { atomic_load(&h->corrupt), "memory", h->corrupt_text },
+                  { atomic_load(&h->broken), "canary", h->broken_text },
+                  { true, NULL, NULL } };
+    int i = 0;
 
+    while (!fault[i].on)
+        i++;
     if (name != NULL)
-        *name = stalled ? "stalled" : broken ? "canary" : NULL;
-    return stalled ? h->stall_text : broken ? h->broken_text : NULL;
+        *name = fault[i].name;
+    return fault[i].text;
+}
+
+void hx_health_corrupt(hx_engine *e, const hx_err *err)
+{
+    hx_health *h = &e->health;
+
+    hx_count(HX_C_memory_faults_total, 1);
+    pthread_mutex_lock(&e->lock);
+    snprintf(h->corrupt_text, sizeof h->corrupt_text,
+             "weights in memory: %.180s; restart to load them anew", err->msg);
+    lose_running(e, h->corrupt_text);
+    atomic_store(&h->corrupt, true);
+    pthread_mutex_unlock(&e->lock);
+    hx_log(HX_LOG_ERROR, "%s", h->corrupt_text);
 }
 
 /* ---- the canary --------------------------------------------------------- */

@@ -6,6 +6,11 @@
 
 #include "base/base.h"
 
+/* What a decode step may change: newcomers once all slots are taken, for a push takes link
+ * time from the experts that are read in place; and experts looked at for it. */
+#define HX_CLOCK_MOVES 4
+#define HX_CLOCK_LOOKS 64
+
 typedef struct {
     int64_t n_item;
     int32_t n_slot;  /* in use; may be lowered for a while and raised again */

@@ -1,6 +1,7 @@
 /* store.c - the expert store: records in host memory, slots in device memory, the lane,
  * and what moves between them. See store.h. */
 #include <stdatomic.h>
+#include <stdlib.h>
 
 #include "dev/lane.h"
 #include "model/model.h"
@@ -8,7 +9,6 @@
 
 #define PART_ALIGN 256
 #define PARTS      9 /* of a record: w, suh (or scale), svh (or bias) of three matrices */
-#define MOVE_STEP  4 /* newcomers of a step once no slot is free */
 #define PIN_BYTES  ((size_t)1 << 30)
 #define TRIES      5 /* of a measurement; the best counts */
 
@@ -17,6 +17,10 @@ struct hx_move {
     int64_t item;
     int32_t slot;
     uint64_t ticket;
+};
+
+struct hx_moved {
+    const char *from, *to;
 };
 
 /* ---- records -------------------------------------------------------------- */
@@ -137,6 +141,43 @@ static void copy_records(void *ud, int64_t begin, int64_t end, int worker)
     }
 }
 
+static int by_from(const void *a, const void *b)
+{
+    const struct hx_moved *x = a, *y = b;
+
+    return (x->from > y->from) - (x->from < y->from);
+}
+
+/* What copy_records() copies, for who asks later. */
+static int note_moves(hx_store *s, int64_t n_record, hx_err *err)
+{
+    s->moved = hx_new(struct hx_moved, n_record * PARTS);
+    if (s->moved == NULL)
+        return hx_fail(err, HX_ENOMEM, "expert store: no memory");
+    for (int64_t i = 0; i < s->n_layer * s->n_expert; i++) {
+        if (s->home[i] == NULL)
+            continue;
+        const record r = record_of(expert_at(s->model, i));
+        for (int p = 0; p < PARTS; p++)
+            if (r.bytes[p] != 0)
+                s->moved[s->n_moved++] =
+                    (struct hx_moved) { r.from[p], (const char *)s->home[i] + r.at[p] };
+    }
+    qsort(s->moved, (size_t)s->n_moved, sizeof *s->moved, by_from);
+    return 0;
+}
+
+const void *hx_store_where(const hx_store *s, const void *from)
+{
+    const struct hx_moved key = { .from = from },
+                          *m = s->n_moved == 0
+                                   ? NULL
+                                   : bsearch(&key, s->moved, (size_t)s->n_moved,
+                                             sizeof key, by_from);
+
+    return m != NULL ? m->to : NULL;
+}
+
 static void point_to(hx_expert *e, const hx_lease *at)
 {
     hx_mat *mat[3] = { &e->gate, &e->up, &e->down };
@@ -182,6 +223,9 @@ static int gather(hx_store *s, hx_pool *pool, hx_err *err)
     for (int64_t i = 0; i < n; i++)
         if (s->home[i] != NULL)
             s->home[i] = (uint8_t *)s->arena + (size_t)count++ * s->record_bytes;
+    const int rc = note_moves(s, count, err);
+    if (rc != 0)
+        return rc;
     hx_pool_run(pool, n, 4, copy_records, &(host_job) { .s = s });
     for (int64_t i = 0; i < n; i++)
         if (s->home[i] != NULL) {
@@ -620,13 +664,43 @@ static void count_layer(hx_store *s, int64_t layer, int64_t picks, int64_t *want
     }
 }
 
+/* ---- the trace --------------------------------------------------------------- */
+
+static int open_trace(hx_store *s, const char *path, hx_err *err)
+{
+    hx_trace_shape *t = &s->trace_shape;
+
+    if (path == NULL)
+        return 0;
+    *t = (hx_trace_shape) { s->n_layer, s->n_expert, s->n_active, 0,
+                            hx_new(int32_t, s->n_layer) };
+    if (t->moe == NULL)
+        return hx_fail(err, HX_ENOMEM, "expert store: no memory");
+    for (int64_t l = 0; l < s->n_layer; l++)
+        if (s->model->layer[l].ffn == HX_FFN_MOE)
+            t->moe[t->n_moe++] = (int32_t)l;
+    return hx_trace_begin(&s->trace, path, t, err);
+}
+
+/* A trace that cannot be written ends; the model goes on. */
+static void trace_step(hx_store *s, int64_t rows)
+{
+    hx_err err;
+
+    if (s->trace == NULL ||
+        hx_trace_step(s->trace, &s->trace_shape, s->log.p, s->max_pick, rows, &err) == 0)
+        return;
+    hx_log(HX_LOG_WARN, "%s; it ends here", err.msg);
+    fclose(s->trace);
+    s->trace = NULL;
+}
+
 /* ---- after a decode step -------------------------------------------------------- */
 
-/* Newcomers of a step: many while slots are free, few afterwards, for a push takes link
- * time from the experts that are read in place. */
+/* Newcomers of a step: many while slots are free, few afterwards. */
 static int admit(hx_store *s, const int64_t *wanted, int64_t n, hx_err *err)
 {
-    int64_t left = MOVE_STEP;
+    int64_t left = HX_CLOCK_MOVES;
 
     for (int64_t i = 0; i < n && s->n_move < HX_MOVE_MAX && left > 0; i++) {
         const bool came = s->clock.slot[wanted[i]] >= 0; /* back from a lent slot */
@@ -652,6 +726,7 @@ int hx_store_end(hx_store *s, int64_t rows, hx_err *err)
         hx_lane_rest(s->lane);
     if (s->lane != NULL && (rc = hx_lane_late(s->lane, err)) != 0)
         return rc;
+    trace_step(s, rows);
     for (int64_t i = 0; i < s->n_layer; i++) { /* each layer is first now and then */
         const int64_t l = (i + s->stats.steps) % s->n_layer;
 
@@ -789,7 +864,7 @@ int hx_store_open(hx_store **out, hx_model *m, hx_dev *dev, const hx_store_opt *
         goto fail;
     if (opt->mode == HX_MODE_AUTO && (rc = open_lane(s, opt, err)) != 0)
         goto fail;
-    if ((rc = warm(s, err)) != 0)
+    if ((rc = warm(s, err)) != 0 || (rc = open_trace(s, opt->trace, err)) != 0)
         goto fail;
     s->rates = opt->rates;
     if (!(opt->rates.here_us > 0) && (rc = measure(s, err)) != 0)
@@ -820,8 +895,12 @@ void hx_store_close(hx_store *s)
             hx_dev_unpin(s->dev, s->pin[i]);
     hx_unmap(s->arena, s->arena_bytes);
     hx_clock_close(&s->clock);
+    if (s->trace != NULL)
+        fclose(s->trace);
+    hx_free(s->trace_shape.moe);
     hx_free(s->pin);
     hx_free(s->home);
+    hx_free(s->moved);
     hx_free(s->move);
     hx_free(s);
 }

@@ -8,6 +8,7 @@
 
 #include "dev/dev.h"
 #include "model/clock.h"
+#include "model/trace.h"
 
 struct hx_model;
 
@@ -21,6 +22,7 @@ typedef struct {
     const char *isa, *cpus; /* of the CPU lane, as in hx_dev_opt */
     int32_t n_threads;      /* of it; 0: one for each CPU */
     hx_rates rates;         /* here_us > 0: these, instead of measured ones */
+    const char *trace;      /* NULL, or a file that gets what is picked; see trace.h */
 } hx_store_opt;
 
 typedef struct hx_store {
@@ -32,6 +34,8 @@ typedef struct hx_store {
     const uint8_t **home; /* [n_layer, E] its record in host memory; NULL: dense layer */
     void *arena;          /* the records, where the checkpoint does not hold them so */
     size_t arena_bytes;
+    struct hx_moved *moved; /* [n_moved] parts that were copied there, by where from */
+    int64_t n_moved;
     void **pin; /* [n_pin] locked ranges */
     int n_pin;
     hx_lane *lane; /* NULL: none */
@@ -41,11 +45,13 @@ typedef struct hx_store {
     hx_buf resident, at;  /* i32, hx_lease [n_layer, E] */
     hx_buf here, there;   /* i32 [max_pick] */
     hx_buf log;           /* i32 [n_layer, max_pick], seen by both */
-    struct hx_move *move; /* [MOVE_MAX] pushes on their way */
+    struct hx_move *move; /* [HX_MOVE_MAX] pushes on their way */
     int n_move;
     int32_t n_all_slot;   /* slots when none are lent */
     struct hx_lend *lend; /* lend.c; NULL: too few slots, or one for each expert */
     hx_experts stats;
+    FILE *trace; /* NULL: none */
+    hx_trace_shape trace_shape;
 } hx_store;
 
 /* Takes over the routed experts of a model whose other weights lie on dev already; locks
@@ -54,6 +60,8 @@ typedef struct hx_store {
 int hx_store_open(hx_store **out, struct hx_model *m, hx_dev *dev,
                   const hx_store_opt *opt, hx_err *err);
 void hx_store_close(hx_store *s); /* NULL is fine; before the model and the device */
+/* Where what the checkpoint has at from was copied to; NULL: it was not. Any thread. */
+const void *hx_store_where(const hx_store *s, const void *from);
 /* Bytes that all routed experts take as records, and one of them. */
 uint64_t hx_store_bytes(const struct hx_model *m, size_t *record_bytes);
 
@@ -86,7 +94,7 @@ int hx_store_prefill(hx_store *s, int64_t layer, int64_t rows, hx_moe_args *moe,
 
 /* ---- what store.c and lend.c share ------------------------------------------------------ */
 
-#define HX_MOVE_MAX 64 /* pushes on their way */
+#define HX_MOVE_MAX HX_CLOCK_LOOKS /* pushes on their way */
 
 int hx_lend_open(hx_store *s, uint64_t n_expert, hx_err *err);
 void hx_lend_close(hx_store *s);

@@ -33,6 +33,27 @@ hx_sum hx_sums_of(const void *p, size_t n)
     return (hx_sum) { h.low64, h.high64 };
 }
 
+bool hx_sums_of_slowly(const void *p, size_t n, size_t piece, hx_sums_pause_fn *pause,
+                       void *ud, hx_sum *out)
+{
+    XXH3_state_t state;
+    XXH128_hash_t h;
+    size_t at = 0;
+
+    XXH3_128bits_reset(&state);
+    do {
+        const size_t now = HX_MIN(piece, n - at);
+
+        XXH3_128bits_update(&state, (const char *)p + at, now);
+        at += now;
+        if (!pause(ud, now))
+            return false;
+    } while (at < n);
+    h = XXH3_128bits_digest(&state);
+    *out = (hx_sum) { h.low64, h.high64 };
+    return true;
+}
+
 int64_t hx_sums_count(const hx_sums *s)
 {
     return s->n;
@@ -52,7 +73,7 @@ static int by_name(const void *a, const void *b)
     return strcmp(((const entry *)a)->name, ((const entry *)b)->name);
 }
 
-static const entry *find(const hx_sums *s, const char *name)
+static entry *find(const hx_sums *s, const char *name)
 {
     int64_t lo = 0, hi = s->n;
 
@@ -97,6 +118,33 @@ static int new_sums(hx_sums **out, int64_t n, hx_err *err)
 
 /* ---- making ------------------------------------------------------------ */
 
+int hx_sums_empty(hx_sums **out, const hx_weights *w, hx_err *err)
+{
+    const int64_t n = hx_weights_count(w);
+    int rc;
+
+    if ((rc = new_sums(out, n, err)) != 0)
+        return rc;
+    for (int64_t i = 0; i < n; i++) {
+        const hx_tensor *t = hx_weights_at(w, i);
+        entry *e = &(*out)->e[i];
+
+        if ((e->name = hx_arena_dup(&(*out)->arena, t->name, strlen(t->name))) == NULL) {
+            hx_sums_close(*out);
+            *out = NULL;
+            return hx_fail(err, HX_ENOMEM, "checksums: no memory for names");
+        }
+        form_of(t, e->form);
+    }
+    qsort((*out)->e, (size_t)n, sizeof(entry), by_name);
+    return 0;
+}
+
+void hx_sums_put(hx_sums *s, const hx_tensor *t, hx_sum sum)
+{
+    find(s, t->name)->sum = sum;
+}
+
 typedef struct {
     const hx_weights *w;
     hx_sums *s;
@@ -112,7 +160,7 @@ static void make_range(void *ud, int64_t begin, int64_t end, int worker)
     for (int64_t i = begin; i < end; i++) {
         const hx_tensor *t = hx_weights_at(m->w, i);
 
-        m->s->e[i].sum = hx_sums_of(t->p, t->bytes);
+        hx_sums_put(m->s, t, hx_sums_of(t->p, t->bytes));
         atomic_fetch_add(&m->done, t->bytes);
         if (worker == 0 && m->fn != NULL) /* the caller's thread */
             m->fn(m->ud, atomic_load(&m->done), hx_weights_bytes(m->w));
@@ -122,26 +170,13 @@ static void make_range(void *ud, int64_t begin, int64_t end, int worker)
 int hx_sums_make(hx_sums **out, const hx_weights *w, hx_pool *pool, hx_load_fn *fn,
                  void *ud, hx_err *err)
 {
-    const int64_t n = hx_weights_count(w);
     maker m = { .w = w, .fn = fn, .ud = ud };
-    int rc;
+    const int rc = hx_sums_empty(&m.s, w, err);
 
-    if ((rc = new_sums(&m.s, n, err)) != 0)
-        return rc;
-    for (int64_t i = 0; i < n; i++) {
-        const hx_tensor *t = hx_weights_at(w, i);
-
-        m.s->e[i].name = hx_arena_dup(&m.s->arena, t->name, strlen(t->name));
-        if (m.s->e[i].name == NULL) {
-            hx_sums_close(m.s);
-            return hx_fail(err, HX_ENOMEM, "checksums: no memory for names");
-        }
-        form_of(t, m.s->e[i].form);
-    }
-    hx_pool_run(pool, n, 1, make_range, &m);
-    qsort(m.s->e, (size_t)n, sizeof *m.s->e, by_name);
     *out = m.s;
-    return 0;
+    if (rc == 0)
+        hx_pool_run(pool, hx_weights_count(w), 1, make_range, &m);
+    return rc;
 }
 
 /* ---- the file ------------------------------------------------------------ */
@@ -238,11 +273,10 @@ int hx_sums_write(const hx_sums *s, const char *dir, hx_err *err)
 
 /* ---- comparing -------------------------------------------------------------- */
 
-int hx_sums_check(const hx_sums *s, const hx_tensor *t, const void *bytes, hx_err *err)
+int hx_sums_check(const hx_sums *s, const hx_tensor *t, hx_sum sum, hx_err *err)
 {
     const entry *e = find(s, t->name);
     char form[160];
-    hx_sum got;
 
     if (e == NULL)
         return hx_fail(err, HX_EFORMAT, "%.120s: no checksum of it in " HX_SUMS_FILE,
@@ -250,8 +284,7 @@ int hx_sums_check(const hx_sums *s, const hx_tensor *t, const void *bytes, hx_er
     form_of(t, form);
     if (strcmp(form, e->form) != 0)
         return hx_fail(err, HX_EFORMAT, "%.120s: %s, was %s", t->name, form, e->form);
-    got = hx_sums_of(bytes, t->bytes);
-    if (got.lo != e->sum.lo || got.hi != e->sum.hi)
+    if (sum.lo != e->sum.lo || sum.hi != e->sum.hi)
         return hx_fail(err, HX_EFORMAT,
                        "%.120s: its bytes have changed since its checksum was made",
                        t->name);

@@ -109,6 +109,14 @@ typedef struct hx_sums
     hx_sums; /* of all tensors of a checkpoint; freed with hx_sums_close() */
 
 hx_sum hx_sums_of(const void *p, size_t n);
+/* The same, with a call of pause after each piece bytes and after the last; false, and no
+ * sum, when pause says false. */
+typedef bool hx_sums_pause_fn(void *ud, size_t bytes);
+bool hx_sums_of_slowly(const void *p, size_t n, size_t piece, hx_sums_pause_fn *pause,
+                       void *ud, hx_sum *out);
+/* All tensors of w, whose sums are then put one by one. Errors: HX_ENOMEM. */
+int hx_sums_empty(hx_sums **out, const hx_weights *w, hx_err *err);
+void hx_sums_put(hx_sums *s, const hx_tensor *t, hx_sum sum);
 /* Reads every byte of w. pool and fn may be NULL. Errors: HX_ENOMEM. */
 int hx_sums_make(hx_sums **out, const hx_weights *w, hx_pool *pool, hx_load_fn *fn,
                  void *ud, hx_err *err);
@@ -117,9 +125,9 @@ int hx_sums_read(hx_sums **out, const char *dir, hx_err *err);
 int hx_sums_write(const hx_sums *s, const char *dir, hx_err *err);
 void hx_sums_close(hx_sums *s);
 int64_t hx_sums_count(const hx_sums *s);
-/* Are bytes, wherever they lie now (a file, the pinned arena), those of tensor t? Any thread.
- * Errors: HX_EFORMAT: other bytes, or a tensor that has no checksum; names it. */
-int hx_sums_check(const hx_sums *s, const hx_tensor *t, const void *bytes, hx_err *err);
+/* Is sum, of its bytes wherever they lie now (a file, the pinned arena), that of tensor t? Any
+ * thread. Errors: HX_EFORMAT: other bytes, or a tensor that has no checksum; names it. */
+int hx_sums_check(const hx_sums *s, const hx_tensor *t, hx_sum sum, hx_err *err);
 /* Calls bad for every tensor that differs, lacks a checksum, or is gone. have: made from w.
  * Returns how many. */
 typedef void hx_sums_bad_fn(void *ud, const char *name, const char *why);
