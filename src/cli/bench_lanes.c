@@ -16,13 +16,13 @@ void bench_lanes(bench_report *out, const char *what, const hx_experts *a,
         double v;
         const char *unit;
     } rows[] = {
+        { "slots", b->n_slot, "experts" },
         { "expert in GPU memory", b->us[0], "us" },
         { "expert over the link", b->us[1], "us" },
         { "expert on the CPU", b->us[2], "us" },
         { "there, each row more", b->us[3], "us" },
         { "post to the CPU", b->us[4], "us" },
         { "distinct experts", here + link + lane, "a step" },
-        { "slots", b->n_slot, "experts" },
         { "in GPU memory", here, "a step" },
         { "hits of distinct experts", 100 * here / (here + link + lane), "%" },
         { "over the link", link, "a step" },
