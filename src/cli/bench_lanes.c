@@ -16,6 +16,7 @@ void bench_lanes(bench_report *out, const char *what, const hx_experts *a,
         double v;
         const char *unit;
     } rows[] = {
+        { "slots", b->n_slot, "experts" },
         { "expert in GPU memory", b->us[0], "us" },
         { "expert over the link", b->us[1], "us" },
         { "expert on the CPU", b->us[2], "us" },

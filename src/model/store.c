@@ -636,11 +636,17 @@ void hx_store_begin(hx_store *s)
         hx_lane_awake(s->lane);
 }
 
+/* What plan logged of the step that ends, [n_layer, max_pick], for the host. */
+static const int32_t *picks_of(const hx_store *s)
+{
+    return s->log.p;
+}
+
 /* Counts a layer's picks; each distinct expert once. Wanted gets those that were missing. */
 static void count_layer(hx_store *s, int64_t layer, int64_t picks, int64_t *wanted,
                         int64_t *n_wanted)
 {
-    const int32_t *log = (const int32_t *)s->log.p + layer * s->max_pick;
+    const int32_t *log = picks_of(s) + layer * s->max_pick;
     int64_t *const by_side[] = { &s->stats.here, &s->stats.link, &s->stats.lane };
     static const hx_counter counter[] = { HX_C_experts_here_total,
                                           HX_C_experts_link_total,
@@ -687,8 +693,8 @@ static void trace_step(hx_store *s, int64_t rows)
 {
     hx_err err;
 
-    if (s->trace == NULL ||
-        hx_trace_step(s->trace, &s->trace_shape, s->log.p, s->max_pick, rows, &err) == 0)
+    if (s->trace == NULL || hx_trace_step(s->trace, &s->trace_shape, picks_of(s),
+                                          s->max_pick, rows, &err) == 0)
         return;
     hx_log(HX_LOG_WARN, "%s; it ends here", err.msg);
     fclose(s->trace);
