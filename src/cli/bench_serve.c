@@ -13,7 +13,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "cli/cli.h"
+#include "cli/bench.h"
 #include "serve/serve.h"
 
 #define CLIENTS_MAX 64
@@ -27,8 +27,7 @@ typedef struct {
     pthread_t thread;
     uint64_t seed;
     int n_crowd;
-    cli_figure_fn *put;
-    void *ud;
+    bench_report *out;
 } bench;
 
 /* One request and what came of it. */
@@ -349,7 +348,7 @@ static void put(const bench *b, const char *mix, const char *what, double v,
     char name[96];
 
     snprintf(name, sizeof name, "%s: %s", mix, what);
-    b->put(b->ud, name, v, unit);
+    bench_one(b->out, name, unit, v);
 }
 
 static void put_spread(const bench *b, const char *mix, const char *what, sample *s)
@@ -668,13 +667,19 @@ static const struct {
     { "cancels", mix_cancels }, { "slow", mix_slow },     { "crowd", mix_crowd },
 };
 
-/* names: like "beside,crowd"; NULL: all. Returns how many requests failed. */
+/* names: like "beside,crowd"; NULL: all. */
+static bool is_named(const char *mix, const char *names)
+{
+    return names == NULL || strstr(names, mix) != NULL;
+}
+
+/* Returns how many requests failed. */
 static int run_mixes(bench *b, const char *names)
 {
     int failed = 0;
 
     for (size_t i = 0; i < HX_LEN(mixes); i++)
-        if (names == NULL || strstr(names, mixes[i].name) != NULL)
+        if (is_named(mixes[i].name, names))
             failed += mixes[i].run(b);
     return failed;
 }
@@ -750,21 +755,24 @@ static int find_model(bench *b)
     return 1;
 }
 
-int cli_bench_serve(const hx_cli *c, cli_figure_fn *put_figure, void *ud)
+int bench_serve(const hx_cli *c, bench_report *out)
 {
-    bench b = { .seed = c->has_seed ? (uint64_t)c->seed : 1,
-                .put = put_figure,
-                .ud = ud };
+    const bool remote = strncmp(c->model, "http://", 7) == 0;
+    bench b = { .seed = c->has_seed ? (uint64_t)c->seed : 1, .out = out };
     hx_cli more = *c;
     int rc, failed = 0;
+
+    if (!remote && is_named("follow", c->mixes) && (rc = bench_follow(c, out)) != 0)
+        return rc;
+    if (c->mixes != NULL && strcmp(c->mixes, "follow") == 0)
+        return 0;
 
     if (c->api_keys.n > 0)
         snprintf(b.key, sizeof b.key, "%s", c->api_keys.p[0]);
     if (more.streams == 0)
         more.streams = 16;
     b.n_crowd = (int)HX_MIN(more.streams, CLIENTS_MAX);
-    rc = strncmp(c->model, "http://", 7) == 0 ? read_url(&b, c->model)
-                                              : start_server(&b, &more);
+    rc = remote ? read_url(&b, c->model) : start_server(&b, &more);
     if (rc == 0 && (rc = find_model(&b)) == 0) {
         printf("%s at %s:%s, context %lld\n", b.model, b.host, b.port, (long long)b.ctx);
         failed = run_mixes(&b, c->mixes);

@@ -136,7 +136,7 @@ static const option options[] = {
       "host memory for kept states and parked pages (an eighth of it, at most 16GiB)",
       OPT_SIZE, AT(park_ram), 0, SERVE | CHAT, 0, 0 },
     { "--park-dir", "DIR", "idle conversations are also kept here, over restarts",
-      OPT_STR, AT(park_dir), 0, SERVE | CHAT, 0, 0 },
+      OPT_STR, AT(park_dir), 0, SERVE | CHAT | BENCH, 0, 0 },
     { "--park-disk", "SIZE", "most that --park-dir may hold (32GiB)", OPT_SIZE,
       AT(park_disk), 0, SERVE | CHAT, 0, 0 },
     { "--threads", "N", "compute threads (one per CPU this process may use)", OPT_INT,
@@ -213,8 +213,8 @@ static const option options[] = {
     { "--json", "FILE", "write the figures there too", OPT_STR, AT(json), 0, BENCH, 0,
       0 },
     { "--mixes", "LIST",
-      "of bench serve: agents, shared, beside, cancels, slow, crowd (all)", OPT_STR,
-      AT(mixes), 0, BENCH, 0, 0 },
+      "of bench serve: follow, agents, shared, beside, cancels, slow, crowd (all)",
+      OPT_STR, AT(mixes), 0, BENCH, 0, 0 },
     { "--bits", "K", "average bits per weight, 1 to 8, also fractions", OPT_NUM, AT(bits),
       0, QUANTIZE, 1, 8 },
     { "--head-bits", "K", "bits of the output matrix (6)", OPT_NUM, AT(head_bits), 0,
@@ -670,9 +670,10 @@ int main(int argc, char **argv)
         fprintf(stderr, "hoist: --kv: \"%.40s\", expected bf16 or f32\n", c.kv);
         return 2;
     }
-    c.no_canary = c.no_canary || cmd->bit != SERVE;
-    if (cmd->bit == BENCH && c.prefix == NULL &&
-        (c.what == NULL || strcmp(c.what, "serve") != 0))
+    const bool serves =
+        cmd->bit == SERVE || (c.what != NULL && strcmp(c.what, "serve") == 0);
+    c.no_canary = c.no_canary || !serves;
+    if (cmd->bit == BENCH && c.prefix == NULL && !serves)
         c.prefix = "off"; /* what is measured is computed */
     if (c.prefix != NULL && strcmp(c.prefix, "reuse") != 0 &&
         strcmp(c.prefix, "strict") != 0 && strcmp(c.prefix, "off") != 0) {

@@ -14,6 +14,8 @@
 
 #define DEMO "models/demo-exl3"
 
+static const char *device; /* NULL: cpu */
+
 static const int32_t hello[] = { 4034, 4036, 4038, 436, 438,  25,
                                  584,  4039, 1718, 0,   4040, 4053 };
 #define HELLO .tokens = hello, .n_tokens = HX_LEN(hello)
@@ -25,6 +27,7 @@ static hx_engine *open_demo(const hx_options *more)
     hx_err err = { 0 };
 
     opt.model_dir = DEMO;
+    opt.device = device;
     opt.kv = HX_KV_F32;
     opt.n_threads = 1;
     if (opt.ctx_tokens == 0)
@@ -629,6 +632,7 @@ static void test_record(void **state)
     hx_free(a);
 }
 
+/* health_test [PATTERN [DEVICE]]: those that play a fault need a tap, which only the CPU has */
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
@@ -648,5 +652,6 @@ int main(int argc, char **argv)
 
     if (argc > 1)
         cmocka_set_test_filter(argv[1]);
+    device = argc > 2 ? argv[2] : NULL;
     return cmocka_run_group_tests_name("health", tests, NULL, NULL);
 }
