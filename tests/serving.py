@@ -86,14 +86,17 @@ async def test_progress():
 
 
 async def test_slots():
-    task = asyncio.ensure_future(ask(chat(3000, 300, seed=5)))
-    states, text = set(), ''
-    while not task.done():
-        slots = await asyncio.to_thread(get, '/slots')
-        text += json.dumps(slots)
-        states |= {s['state'] for s in slots}
-        await asyncio.sleep(0.01)
+    states, text, cached = set(), '', [set(), set()]
+    for again in (0, 1):
+        task = asyncio.ensure_future(ask(chat(3000, 300, seed=5)))
+        while not task.done():
+            slots = await asyncio.to_thread(get, '/slots')
+            text += json.dumps(slots)
+            states |= {s['state'] for s in slots}
+            cached[again] |= {s['n_cached'] for s in slots if s['state'] == 'decode'}
+            await asyncio.sleep(0.01)
     assert {'prefill', 'decode'} <= states, states
+    assert cached[0] == {0} and len(cached[1]) == 1 and min(cached[1]) > 2000, cached
     assert 'river' not in text
     assert await asyncio.to_thread(get, '/slots') == []
 
@@ -123,6 +126,22 @@ async def test_stats():
     assert health['status'] == 'ok' and health['steps'] > 0, health
 
 
+async def test_end_thinking():
+    """Reasoning that somebody ends from outside; its record can be run again all the same."""
+    reader, writer = await send('/v1/chat/completions', chat(5, 60, seed=8))
+    n = 0
+    while line := await reader.readline():
+        if line.startswith(b'data: {'):
+            chunk, n = json.loads(line[6:]), n + 1
+        if n == 5:
+            request = urllib.request.Request(f"{URL}/v1/chat/completions/{chunk['id']}/end_thinking", b'')
+            await asyncio.to_thread(urllib.request.urlopen, request)
+    writer.close()
+    with open(RECORD) as f:
+        r = json.loads(f.readlines()[-1])
+    assert r['thinking_ended'] and r['think_end'] in r['answer'][3:], r['answer']
+
+
 async def test_record():
     """The lines of the requests so far: ids, settings, answers."""
     with open(RECORD) as f:
@@ -145,11 +164,22 @@ async def idle(n):
     return [await asyncio.open_connection('127.0.0.1', PORT) for _ in range(n)]
 
 
+TOOL = {'type': 'function', 'function': {'name': 'look', 'parameters': {
+    'type': 'object', 'properties': {'at': {'enum': ['sea', 'town']}}, 'required': ['at']}}}
+SHAPE = {'type': 'json_schema', 'json_schema': {'name': 'pair', 'schema': {
+    'type': 'object', 'properties': {'a': {'type': 'integer'}, 'b': {'enum': ['x', 'y']}},
+    'required': ['a', 'b'], 'additionalProperties': False}}}
+KINDS = [{}, {}, {}, {'tools': [TOOL]}, {'tools': [TOOL], 'tool_choice': 'required'},
+         {'response_format': SHAPE, 'ignore_eos': False}, {'thinking_budget': 5},
+         {'repetition_penalty': 1.2, 'logit_bias': {'77': 3}, 'top_p': 0.9, 'stop': ['zz']}]
+
+
 async def client(crowd, k, until):
     rng = random.Random(k)
     while time.monotonic() < until:
         leave = rng.randrange(20) if rng.random() < 0.3 else None
         body = chat(rng.choice([5, 30, 200]), rng.randrange(1, 60), seed=rng.randrange(1 << 30))
+        body |= rng.choice(KINDS)
         try:
             status, chunks, _, done = await asyncio.wait_for(ask(body, leave=leave), 120)
         except Exception as e:                                  # noqa: BLE001
@@ -198,7 +228,8 @@ async def test_soak():
 
 async def main():
     failed = 0
-    for test in (test_progress, test_slots, test_metrics, test_stats, test_record, test_soak):
+    for test in (test_progress, test_slots, test_metrics, test_stats, test_end_thinking, test_record,
+                 test_soak):
         try:
             await test()
             print(f'ok serving_{test.__name__[5:]}', flush=True)

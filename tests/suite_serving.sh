@@ -26,9 +26,23 @@ check() {        # NAME, expected status, pattern, command…
         status=1
     fi
 }
-check replay 0 '^equal: 50 tokens, length' "$build/hoist" run $demo --ctx 4096 --replay "$tmp/record:4"
+check replay 0 '^equal: 50 tokens, length' "$build/hoist" run $demo --ctx 4096 --replay "$tmp/record:5"
 check replay_last 0 '^equal: ' "$build/hoist" run $demo --ctx 4096 --replay "$tmp/record"
-sed -n 4p "$tmp/record" | python3 -c 'import json, sys
+# Of what was answered under load, one of each kind.
+for line in $(python3 - "$tmp/record" <<'E'
+import json, sys
+kinds = {}
+for i, line in enumerate(open(sys.argv[1]), 1):
+    r = json.loads(line)
+    if len(r['answer']) > 8:
+        kinds[r['grammar_kind'], r['grammar_lazy'], r['think_max'] > 0, len(r['bias']) > 0,
+              r['thinking_ended'], r['finish'] == 'cancel'] = i
+print(*kinds.values())
+E
+); do
+    check replay_under_load_$((++kind)) 0 '^equal: ' "$build/hoist" run $demo --ctx 4096 --replay "$tmp/record:$line"
+done
+sed -n 5p "$tmp/record" | python3 -c 'import json, sys
 r = json.load(sys.stdin)
 r["answer"][7] = 1
 print(json.dumps(r))' >"$tmp/other"
