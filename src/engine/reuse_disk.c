@@ -335,8 +335,6 @@ static void was_read(hx_engine *e, hx_park_done *d)
     if (d->rc != 0)
         hx_log(HX_LOG_WARN, "%s", d->err.msg);
     if (d->rc != 0 && file->snap->on_disk) {
-        if (d->rc != HX_EFORMAT)
-            hx_park_delete(r->park, &d->name);
         hx_prefix_lost_file(r->tree, file);
     } else if (!file->snap->on_disk && file->snap->state == NULL && file->busy == 0) {
         hx_prefix_remove(r->tree, file);
