@@ -465,7 +465,7 @@ int hx_reuse_disk_open(hx_engine *e, const hx_options *opt, hx_err *err)
         p.disk_bytes = DISK_DEFAULT;
     if (p.day_bytes == 0)
         p.day_bytes = DAY_TIMES * p.disk_bytes;
-    r->disk_bytes = p.disk_bytes;
+    e->info.park_disk_bytes = p.disk_bytes;
     snprintf(text, sizeof text, "%s %s kv %d page %llu state %llu", HX_VERSION,
              e->dev->ops->name, (int)opt->kv, (unsigned long long)p.page_bytes,
              (unsigned long long)hx_cache_state_bytes(e->cache, HX_PEND_MAX));

@@ -597,8 +597,57 @@ static void test_fit(void **state)
     assert_true(f.in_ram > 5 && f.in_ram < 100);
     assert_int_equal(f.on_disk, 0);
     assert_int_equal(g.here, 16);
-    assert_true(g.in_ram > f.in_ram);
+    assert_true(g.here + g.in_ram > f.here + f.in_ram);
     hx_close(e);
+}
+
+/* The figure is true: so many conversations, had one after the other, all go on without
+ * reading more than half of themselves again. */
+static void fit_is_true(int64_t n_prompt, uint64_t ram)
+{
+    enum { ANSWER = 40 };
+    hx_engine *e = open_with(
+        &(hx_options) { .max_streams = 1, .ctx_tokens = 1024, .park_ram_bytes = ram });
+    const hx_fit fit = hx_cache_fit(e, n_prompt + ANSWER);
+    const int64_t n = fit.here + fit.in_ram;
+    int32_t *t = hx_new(int32_t, N_MAX);
+    int32_t *said = hx_new(int32_t, n * ANSWER);
+    answer *a = hx_new(answer, 1);
+    int64_t least = INT64_MAX;
+
+    assert_true(n >= 5);
+    for (int64_t k = 0; k < n; k++) {
+        make_text(e, t, n_prompt, 1000 + (uint64_t)k);
+        ask(e, t, n_prompt, ANSWER, a);
+        memcpy(said + k * ANSWER, a->token, ANSWER * sizeof *said);
+    }
+    for (int64_t k = 0; k < n; k++) {
+        make_text(e, t, n_prompt, 1000 + (uint64_t)k);
+        memcpy(t + n_prompt, said + k * ANSWER, ANSWER * sizeof *said);
+        hx_stream *s = submit(e, &(hx_request) { .tokens = t,
+                                                 .n_tokens = n_prompt + ANSWER,
+                                                 .max_new = 1,
+                                                 .no_store = true,
+                                                 .want_logprobs = true });
+        read_all(s, a);
+        hx_stream_free(s);
+        least = HX_MIN(least, a->end.cached);
+    }
+    printf("%lld conversations of %lld tokens, each has at least %lld\n", (long long)n,
+           (long long)n_prompt + ANSWER, (long long)least);
+    assert_true(least * 2 >= n_prompt + ANSWER);
+    hx_close(e);
+    hx_free(t);
+    hx_free(said);
+    hx_free(a);
+}
+
+static void test_fit_is_true(void **state)
+{
+    (void)state;
+    fit_is_true(560, 40u << 20);
+    fit_is_true(210, 30u << 20);
+    fit_is_true(900, 100u << 20);
 }
 
 /* reuse_test [PATTERN [DEVICE]]: only the tests whose names match. On a device whose decode rows
@@ -617,6 +666,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_restart),
         cmocka_unit_test(test_cancels),
         cmocka_unit_test(test_fit),
+        cmocka_unit_test(test_fit_is_true),
     };
 
     if (argc > 1)
