@@ -115,6 +115,11 @@ async def test_metrics():
         n = [int(v) for v in re.findall(rf'^vllm:{name}_bucket\{{.*\}} (\d+)$', text, re.M)]
         count = int(re.search(rf'^vllm:{name}_count\{{.*\}} (\d+)$', text, re.M)[1])
         assert n == sorted(n) and n[-1] == count > 0, (name, n, count)
+    # one for each gap between tokens, as inter_token_latency_seconds; one for each answer
+    counts = [int(re.search(rf'^vllm:{name}_count\{{.*\}} (\d+)$', text, re.M)[1]) for name in (
+        'time_per_output_token_seconds', 'inter_token_latency_seconds',
+        'request_time_per_output_token_seconds', 'e2e_request_latency_seconds')]
+    assert counts[0] == counts[1] > 20 * counts[2] and counts[2] == counts[3], counts
     assert 'vllm:kv_cache_usage_perc{model_name="demo-exl3"} 0' in text
 
 

@@ -564,6 +564,7 @@ static void test_progress(void **state)
     hx_close(e);
 }
 
+/* The names are those of vLLM's own loggers (vllm/v1/metrics/loggers.py, 2025). */
 static void test_metrics(void **state)
 {
     hx_engine *e = open_demo(&(hx_options) { .no_canary = true });
@@ -577,6 +578,19 @@ static void test_metrics(void **state)
         "vllm:e2e_request_latency_seconds_sum",
         "vllm:kv_cache_usage_perc",
         "# TYPE vllm:prompt_tokens_total counter",
+        "vllm:num_requests_waiting{",
+        "vllm:num_preemptions_total{",
+        "vllm:prefix_cache_queries_total{",
+        "vllm:prefix_cache_hits_total{",
+        "vllm:request_queue_time_seconds_sum{",
+        "vllm:request_prefill_time_seconds_sum{",
+        "vllm:request_decode_time_seconds_sum{",
+        "vllm:request_inference_time_seconds_sum{",
+        "vllm:request_prompt_tokens_bucket{",
+        "vllm:request_generation_tokens_bucket{",
+        "vllm:request_params_max_tokens_bucket{",
+        "vllm:request_time_per_output_token_seconds_bucket{",
+        "vllm:iteration_tokens_total_bucket{",
         "hoist_healthy 1",
     };
 

@@ -288,6 +288,7 @@ typedef struct {
     bool one_call;          /* parallel_tool_calls: false */
     bool rendered_anew; /* chat: earlier calls as the client gives them, not as sampled */
     bool loop_guard;    /* an answer that only repeats itself is ended */
+    bool unpin;         /* what an earlier request pinned of this prompt is let go */
     bool no_thinking;   /* chat: an opened <think> is closed at once */
     int64_t think_budget;    /* chat: tokens of reasoning at most; 0 and -1: no bound */
     const hx_prompt *prompt; /* [n_prompt] raw prompts; chat: the rendered one, later */
@@ -362,7 +363,8 @@ int hx_params_sampling(hx_call *c, hx_generate *g);
 int hx_params_thinking(hx_call *c, hx_generate *g);
 
 /* The fields that all dialects spell alike, of an object in the body: temperature, top_p,
- * min_p, penalties, stop, stop_token_ids, logit_bias, ignore_eos, skip_special_tokens. */
+ * min_p, penalties, stop, stop_token_ids, logit_bias, ignore_eos, skip_special_tokens,
+ * loop_guard, pin. */
 int hx_params_shared(hx_call *c, const hx_json *obj, hx_generate *g);
 /* The answer keeps to a grammar: its source is the JSON of v, or the text of a string. */
 int hx_params_grammar(hx_call *c, hx_generate *g, hx_grammar_kind kind, const char *param,
