@@ -387,7 +387,7 @@ void hx_reuse_chunk_begin(hx_engine *e, hx_stream *s, hx_batch *b)
         if (row <= 0 || row >= b->rows.n_row)
             continue;
         if (!hx_prefix_room(r->tree, bytes) ||
-            (blob = hx_blob_new(bytes, &r->tree->host)) == NULL)
+            (blob = hx_prefix_new_state(r->tree, bytes)) == NULL)
             break;
         hx_cache_state_blank(e->cache, blob->p);
         r->snap_blob[r->n_snap] = blob;
