@@ -207,6 +207,7 @@ async def settle():
 
 
 async def test_soak():
+    begun = time.monotonic()
     conns = await idle(2000)
     crowd = Crowd()
     warm = time.monotonic() + max(SECONDS / 4, 3)
@@ -222,7 +223,7 @@ async def test_soak():
     assert crowd.n_done > 64 and crowd.n_left > 0
     assert after['memory']['pages_used'] == 0 and get('/slots') == []
     assert grown < 12 + 16, f'grew by {grown:.1f} MB, 16 of them for kept states'
-    if SECONDS < 60:
+    if time.monotonic() - begun < 60:                           # the server ends idle ones after 75 s
         assert after['connections'] >= 2000, after['connections']
         for reader, writer in conns[::97]:                      # they still work
             writer.write(b'GET /health HTTP/1.1\r\nHost: x\r\n\r\n')

@@ -601,6 +601,82 @@ static void test_fit(void **state)
     hx_close(e);
 }
 
+/* Memory that fails now and then, in the engine and in the files' thread: answers that come
+ * have the right bits, and in the end nothing is left. */
+static void test_failing_memory(void **state)
+{
+    char dir[] = "/tmp/hoist-reuse-XXXXXX";
+    hx_engine *e, *cold = open_with(&(hx_options) {
+                      .max_streams = 2, .ctx_tokens = 1024, .prefix = HX_PREFIX_OFF });
+    int32_t *t = hx_new(int32_t, N_MAX);
+    answer *want = hx_new(answer, 4), *a = hx_new(answer, 1);
+    int64_t n_bad = 0, n_good = 0;
+    hx_status st;
+
+    (void)state;
+    assert_non_null(mkdtemp(dir));
+    e = open_with(&(hx_options) { .max_streams = 2,
+                                  .ctx_tokens = 1024,
+                                  .park_ram_bytes = 16u << 20,
+                                  .park_dir = dir });
+    for (uint64_t k = 0; k < 4; k++) {
+        make_text(e, t, 400, 300 + k);
+        ask(cold, t, 400, 8, &want[k]);
+    }
+    for (uint64_t i = 0; i < 240; i++) {
+        const uint64_t k = hx_rng_at(12, i) % 4;
+        hx_stream *s;
+        hx_event ev = { 0 };
+        hx_err err;
+
+        make_text(e, t, 400, 300 + k);
+        hx_test_fail_at(1 + (int64_t)(hx_rng_at(13, i) % 40));
+        const int rc = hx_submit(e,
+                                 &(hx_request) { .tokens = t,
+                                                 .n_tokens = 400,
+                                                 .max_new = 8,
+                                                 .ignore_eos = true,
+                                                 .temperature = 1,
+                                                 .seed = 5,
+                                                 .want_logprobs = true },
+                                 &s, &err);
+        a->n = 0;
+        while (rc == 0 && ev.kind != HX_EV_DONE && ev.kind != HX_EV_ERROR) {
+            assert_int_equal(hx_next(s, &ev, 60000), 1);
+            for (int32_t j = 0; j < ev.n_tokens; j++) {
+                a->token[a->n] = ev.tokens[j];
+                a->logprob[a->n++] = ev.logprob[j];
+            }
+        }
+        hx_test_fail_at(0);
+        if (rc != 0 || ev.kind == HX_EV_ERROR) {
+            assert_int_equal(rc != 0 ? rc : ev.err.code, HX_ENOMEM);
+            n_bad++;
+        } else {
+            assert_same(a, &want[k]);
+            n_good++;
+        }
+        if (rc == 0)
+            hx_stream_free(s);
+    }
+    printf("%lld requests without memory, %lld answers as they should be\n",
+           (long long)n_bad, (long long)n_good);
+    assert_true(n_bad > 10 && n_good > 10);
+    hx_forget(e);
+    hx_get_status(e, &st);
+    assert_int_equal(st.states, 0);
+    assert_int_equal(st.ram_bytes, 0);
+    assert_int_equal(e->cache->n_free, e->cache->n_page);
+    hx_close(e);
+    hx_close(cold);
+    snprintf(folder, sizeof folder, "%s", dir);
+    files_in_folder(true);
+    rmdir(dir);
+    hx_free(t);
+    hx_free(want);
+    hx_free(a);
+}
+
 /* The figure is true: so many conversations, had one after the other, all go on without
  * reading more than half of themselves again. */
 static void fit_is_true(int64_t n_prompt, uint64_t ram)
@@ -665,6 +741,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_cancel_parked),
         cmocka_unit_test(test_restart),
         cmocka_unit_test(test_cancels),
+        cmocka_unit_test(test_failing_memory),
         cmocka_unit_test(test_fit),
         cmocka_unit_test(test_fit_is_true),
     };
