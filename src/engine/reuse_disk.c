@@ -30,8 +30,10 @@ static void on_ready(void *ud)
 {
     hx_engine *e = ud;
 
+    pthread_mutex_lock(&e->lock); /* or it falls asleep between its look and its wait */
     atomic_store(&e->reuse->disk_ready, true);
     pthread_cond_signal(&e->wake);
+    pthread_mutex_unlock(&e->lock);
 }
 
 /* ---- budgets ----------------------------------------------------------- */

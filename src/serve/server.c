@@ -694,7 +694,6 @@ static void answer_early(hx_call *c, const route *r)
     log_call(c);
 }
 
-/* The handler of http.c; loop thread. */
 static bool is_below(hx_str path, const char *folder)
 {
     const size_t n = strlen(folder);
@@ -702,6 +701,7 @@ static bool is_below(hx_str path, const char *folder)
     return path.n > n && memcmp(path.p, folder, n) == 0;
 }
 
+/* The handler of http.c; loop thread. */
 static void route_request(void *ud, hx_exchange *x)
 {
     hx_server *s = ud;
