@@ -6,6 +6,7 @@
 #include <dirent.h>
 #include <pthread.h>
 #include <stdlib.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "engine/engine.h"
@@ -601,6 +602,71 @@ static void test_fit(void **state)
     hx_close(e);
 }
 
+static uint64_t bytes_in_folder(const char *dir)
+{
+    char path[512];
+    struct stat st;
+    struct dirent *f;
+    uint64_t sum = 0;
+    DIR *d = opendir(dir);
+
+    while (d != NULL && (f = readdir(d)) != NULL) {
+        snprintf(path, sizeof path, "%s/%.200s", dir, f->d_name);
+        if (f->d_name[0] != '.' && stat(path, &st) == 0)
+            sum += (uint64_t)st.st_size;
+    }
+    closedir(d);
+    return sum;
+}
+
+/* Neither the folder nor what a day writes grows beyond its budget; what was used last is
+ * what is there. */
+static void test_disk_budgets(void **state)
+{
+    static const struct {
+        uint64_t disk, day, most;
+    } ways[] = { { 9u << 20, 1u << 30, 9u << 20 }, { 1u << 30, 7u << 20, 7u << 20 } };
+    int32_t *t = hx_new(int32_t, N_MAX);
+    answer *a = hx_new(answer, 1);
+
+    (void)state;
+    for (size_t w = 0; w < HX_LEN(ways); w++) {
+        char dir[] = "/tmp/hoist-reuse-XXXXXX";
+        hx_options opt = { .max_streams = 1,
+                           .ctx_tokens = 1024,
+                           .park_dir = mkdtemp(dir),
+                           .park_disk_bytes = ways[w].disk,
+                           .park_day_bytes = ways[w].day };
+        hx_engine *e;
+        hx_status st;
+
+        for (uint64_t run = 0; run < 3; run++) {
+            e = open_with(&opt);
+            for (uint64_t k = 0; k < 3; k++) {
+                make_text(e, t, 400, 500 + 10 * run + k);
+                ask(e, t, 400, 8, a);
+            }
+            hx_close(e); /* writes all that is not written */
+            assert_true(bytes_in_folder(dir) > 2u << 20);
+            assert_true(bytes_in_folder(dir) <= ways[w].most);
+        }
+        e = open_with(&opt);
+        hx_get_status(e, &st);
+        assert_true(st.disk_bytes <= ways[w].most);
+        if (w == 0) { /* the day's writes are used up by the first ones */
+            make_text(e, t, 400, 522);
+            ask(e, t, 400, 8, a);
+            assert_true(a->end.cached > 300);
+        }
+        hx_forget(e);
+        hx_close(e);
+        assert_int_equal(bytes_in_folder(dir), 0);
+        rmdir(dir);
+    }
+    hx_free(t);
+    hx_free(a);
+}
+
 /* Memory that fails now and then, in the engine and in the files' thread: answers that come
  * have the right bits, and in the end nothing is left. */
 static void test_failing_memory(void **state)
@@ -741,6 +807,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_cancel_parked),
         cmocka_unit_test(test_restart),
         cmocka_unit_test(test_cancels),
+        cmocka_unit_test(test_disk_budgets),
         cmocka_unit_test(test_failing_memory),
         cmocka_unit_test(test_fit),
         cmocka_unit_test(test_fit_is_true),
