@@ -1,8 +1,10 @@
 /* bench_follow.c - the mix "follow" of hoist bench serve: what the next turn of a long
  * conversation costs, beside its first; with --park-dir also after a restart; with experts
- * behind a GPU beside the time that the link alone would take. Called by bench_serve.c.
+ * behind a GPU beside the time that the link alone would take; and what a prompt of that
+ * length does to three streams. Called by bench_serve.c.
  *
  * Uses hoist.h only, and ids instead of text, so that synthetic models can be measured. */
+#include <stdlib.h>
 #include <unistd.h>
 
 #include "cli/bench.h"
@@ -162,6 +164,128 @@ static int run_restart(talk *t, const hx_cli *c, uint64_t seed, hx_err *err)
     return 0;
 }
 
+/* ---- a newcomer beside streams ------------------------------------------------------ */
+
+#define BESIDE    3 /* streams */
+#define BEFORE_US 3000000
+
+/* When tokens of a stream came. */
+typedef struct {
+    hx_stream *s;
+    int64_t *at, n, cap;
+} series;
+
+static void take(series *x)
+{
+    hx_event ev;
+
+    while (x->n < x->cap && hx_next(x->s, &ev, 0) == 1 && ev.kind == HX_EV_TOKENS)
+        for (int32_t i = 0; i < ev.n_tokens && x->n < x->cap; i++)
+            x->at[x->n++] = hx_now_us();
+}
+
+static int by_value(const void *a, const void *b)
+{
+    const double x = *(const double *)a, y = *(const double *)b;
+
+    return (x > y) - (x < y);
+}
+
+/* Gaps of all streams that end between two moments, sorted; returns how many. */
+static int64_t gaps_of(const series *x, int64_t from_us, int64_t to_us, double *gap)
+{
+    int64_t n = 0;
+
+    for (int k = 0; k < BESIDE; k++)
+        for (int64_t i = 1; i < x[k].n; i++)
+            if (x[k].at[i] > from_us && x[k].at[i] <= to_us)
+                gap[n++] = (double)(x[k].at[i] - x[k].at[i - 1]) / 1e3;
+    qsort(gap, (size_t)n, sizeof *gap, by_value);
+    return n;
+}
+
+static int submit(talk *t, const int32_t *id, int64_t n, int64_t max_new, hx_stream **s,
+                  hx_err *err)
+{
+    return hx_submit(t->e,
+                     &(hx_request) { .tokens = id,
+                                     .n_tokens = n,
+                                     .max_new = max_new,
+                                     .temperature = 1,
+                                     .ignore_eos = true,
+                                     .no_store = true },
+                     s, err);
+}
+
+/* Streams for a while alone, then beside a prompt of n_long tokens; us: to its first
+ * token. */
+static int run_streams(talk *t, series *x, int64_t n_long, int64_t *from_us, int64_t *us,
+                       hx_err *err)
+{
+    series late = { .at = &(int64_t) { 0 }, .cap = 1 };
+    const int64_t start = hx_now_us();
+    int rc = 0;
+
+    for (int k = 0; k < BESIDE && rc == 0; k++)
+        rc = submit(t, t->id + 64 * k, 64, x[k].cap, &x[k].s, err);
+    while (rc == 0 && late.n == 0) {
+        for (int k = 0; k < BESIDE; k++)
+            take(&x[k]);
+        if (late.s != NULL) {
+            take(&late);
+        } else if (hx_now_us() - start > BEFORE_US) {
+            *from_us = hx_now_us();
+            rc = submit(t, t->id, n_long, 1, &late.s, err);
+        }
+        usleep(500);
+    }
+    *us = late.at[0] - *from_us;
+    hx_stream_free(late.s);
+    for (int k = 0; k < BESIDE; k++)
+        hx_stream_free(x[k].s);
+    return rc;
+}
+
+static int run_beside(talk *t, uint64_t seed, int64_t n_long, hx_err *err)
+{
+    const int64_t cap = t->info.ctx_tokens - 64;
+    series x[BESIDE] = { 0 };
+    double *gap = hx_new(double, BESIDE *cap);
+    int64_t from = 0, us = 0;
+    turn alone;
+    int rc = gap == NULL ? HX_ENOMEM : 0;
+
+    for (int k = 0; k < BESIDE; k++)
+        if ((x[k] = (series) { .at = hx_new(int64_t, cap), .cap = cap }).at == NULL)
+            rc = HX_ENOMEM;
+    t->n = 0;
+    say(t, seed + 500, n_long);
+    if (rc != 0)
+        rc = hx_fail(err, rc, "bench: no memory");
+    else if ((rc = send(t, &alone, err)) == 0) {
+        bench_random_ids(&t->info, seed + 501, t->id, n_long);
+        rc = run_streams(t, x, n_long, &from, &us, err);
+    }
+    if (rc == 0) {
+        const double before =
+            (double)gaps_of(x, from - BEFORE_US / 2, from, gap) / (BEFORE_US / 2e6);
+        const int64_t n = HX_MAX(gaps_of(x, from, from + us, gap), 1);
+
+        bench_one(t->out, "beside: rate of three streams before", "tok/s", before);
+        bench_one(t->out, "beside: rate they keep", "%",
+                  100 * (double)n * 1e6 / (double)us / HX_MAX(before, 1e-9));
+        bench_one(t->out, "beside: gap p50", "ms", gap[n / 2]);
+        bench_one(t->out, "beside: gap p99 / p50", "x", gap[n * 99 / 100] / gap[n / 2]);
+        bench_one(t->out, "beside: first token alone", "ms", alone.ms);
+        bench_one(t->out, "beside: first token beside / alone", "x",
+                  (double)us / 1e3 / alone.ms);
+    }
+    for (int k = 0; k < BESIDE; k++)
+        hx_free(x[k].at);
+    hx_free(gap);
+    return rc;
+}
+
 int bench_follow(const hx_cli *c, bench_report *out)
 {
     const uint64_t seed = c->has_seed ? (uint64_t)c->seed : 1;
@@ -184,7 +308,10 @@ int bench_follow(const hx_cli *c, bench_report *out)
                      (long long)t.cap, (long long)more + 65);
     else if ((t.id = hx_new(int32_t, t.cap)) == NULL)
         rc = hx_fail(&err, HX_ENOMEM, "bench: no memory");
-    else if ((rc = run_rounds(&t, seed, n_long, &err)) == 0 && c->park_dir != NULL)
+    else if ((rc = run_rounds(&t, seed, n_long, &err)) == 0 &&
+             (t.info.max_streams <= BESIDE ||
+              (rc = run_beside(&t, seed, n_long, &err)) == 0) &&
+             c->park_dir != NULL)
         rc = run_restart(&t, c, seed, &err);
     bench_one(out, "follow: conversation", "tokens", (double)n_long);
     hx_free(t.id);
