@@ -135,7 +135,8 @@ typedef struct {
     uint64_t n_param, weight_bytes, cache_bytes, work_bytes;
     uint64_t token_bytes;  /* of sequence memory that a token of context takes */
     uint64_t device_bytes; /* of the device's memory, routed experts left out */
-    const char *device;    /* "cpu (avx2, 2 threads)" */
+    uint64_t park_ram_bytes, park_disk_bytes; /* budgets of what is kept; 0: nothing is */
+    const char *device;                       /* "cpu (avx2, 2 threads)" */
 } hx_info;
 
 /* Opens a model. Errors: HX_EARG, HX_EFORMAT (names file and tensor), HX_EIO,
@@ -348,8 +349,9 @@ int hx_unpin(hx_engine *e, const int32_t *tokens, int64_t n, hx_err *err);
  * Returns how many states went. */
 int64_t hx_forget(hx_engine *e);
 
-/* How many conversations of n_tokens can be kept, each ready to go on: with their pages in
- * sequence memory, in host memory beside those, and on disk. */
+/* How many conversations of n_tokens can be kept so that each goes on without reading most
+ * of itself again: with their pages in sequence memory, in host memory beside those, and on
+ * disk. */
 typedef struct {
     int64_t here, in_ram, on_disk;
 } hx_fit;

@@ -68,6 +68,7 @@ struct hx_engine {
     const char *fault; /* what hx_get_status() says */
     int64_t wait_ms;
     atomic_int n_scoring, max_scoring; /* calls of hx_score() at once */
+    atomic_int n_pin, n_unpin;         /* requests with pin, calls of hx_unpin() */
     char *piece[FAKE_PIECES];
     _Atomic int32_t n_piece; /* those below it are there to read without the lock */
     char bytes[256];
@@ -470,6 +471,7 @@ int hx_submit(hx_engine *e, const hx_request *r, hx_stream **out, hx_err *err)
     *out = NULL;
     if (r->n_tokens < 1)
         return hx_fail(err, HX_EARG, "prompt: empty");
+    atomic_fetch_add(&e->n_pin, r->pin);
     pthread_mutex_lock(&e->lock);
     if (e->n_waiting >= e->info.max_queue) {
         pthread_mutex_unlock(&e->lock);
@@ -600,6 +602,13 @@ void hx_get_experts(hx_engine *e, hx_experts *out)
 {
     (void)e;
     *out = (hx_experts) { 0 };
+}
+
+int hx_unpin(hx_engine *e, const int32_t *tokens, int64_t n, hx_err *err)
+{
+    (void)tokens, (void)n, (void)err;
+    atomic_fetch_add(&e->n_unpin, 1);
+    return 0;
 }
 
 int64_t hx_forget(hx_engine *e)

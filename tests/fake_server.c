@@ -42,8 +42,8 @@ static void go(fixture *f)
     pthread_create(&f->thread, NULL, run_server, f);
 }
 
-static fixture *start(const hx_server_opt *opt, int32_t streams, int64_t queue,
-                      int64_t ctx)
+static inline fixture *start(const hx_server_opt *opt, int32_t streams, int64_t queue,
+                             int64_t ctx)
 {
     const hx_server_opt none = { .drain_ms = 3000 };
     fixture *f = hx_new(fixture, 1);
@@ -54,7 +54,7 @@ static fixture *start(const hx_server_opt *opt, int32_t streams, int64_t queue,
     return f;
 }
 
-static void stop(fixture *f)
+static inline void stop(fixture *f)
 {
     hx_server_stop(f->server);
     pthread_join(f->thread, NULL);
@@ -125,28 +125,37 @@ static void dechunk(response *r, char *p, char *end)
     fail_msg("chunked body has no end");
 }
 
-static response *receive(int fd)
+/* All that came over a connection. */
+static response *parse(hx_sb raw)
 {
     response *r = hx_new(response, 1);
-    char buf[65536];
-    ssize_t n;
+    char *head_end = strstr(raw.p, "\r\n\r\n");
 
-    while ((n = recv(fd, buf, sizeof buf, 0)) > 0)
-        hx_sb_add(&r->raw, buf, (size_t)n);
-    assert_int_equal(n, 0);
-    close(fd);
-    assert_int_equal(sscanf(r->raw.p, "HTTP/1.1 %d", &r->status), 1);
-    char *head_end = strstr(r->raw.p, "\r\n\r\n");
+    r->raw = raw;
+    assert_int_equal(sscanf(raw.p, "HTTP/1.1 %d", &r->status), 1);
     assert_non_null(head_end);
     *head_end = '\0';
-    if (strstr(r->raw.p, "Transfer-Encoding: chunked") != NULL)
-        dechunk(r, head_end + 4, r->raw.p + r->raw.n);
+    if (strstr(raw.p, "Transfer-Encoding: chunked") != NULL)
+        dechunk(r, head_end + 4, raw.p + raw.n);
     else
-        hx_sb_add(&r->body, head_end + 4, (size_t)(r->raw.p + r->raw.n - head_end - 4));
-    if (strstr(r->raw.p, "application/json") != NULL && r->body.n > 0)
+        hx_sb_add(&r->body, head_end + 4, (size_t)(raw.p + raw.n - head_end - 4));
+    if (strstr(raw.p, "application/json") != NULL && r->body.n > 0)
         assert_int_equal(
             hx_json_parse(&r->json, (hx_str) { r->body.p, r->body.n }, 0, NULL), 0);
     return r;
+}
+
+static response *receive(int fd)
+{
+    char buf[65536];
+    hx_sb raw = { 0 };
+    ssize_t n;
+
+    while ((n = recv(fd, buf, sizeof buf, 0)) > 0)
+        hx_sb_add(&raw, buf, (size_t)n);
+    assert_int_equal(n, 0);
+    close(fd);
+    return parse(raw);
 }
 
 static void done(response *r)
@@ -198,7 +207,7 @@ static const char *str_at(const hx_json *j, const char *path)
 #define assert_num(j, path, want) assert_int_equal(hx_json_int(at(j, path), -12345), want)
 
 /* Chat with one user message; more: further members, begins with a comma. */
-static response *chat(const fixture *f, const char *user, const char *more)
+static inline response *chat(const fixture *f, const char *user, const char *more)
 {
     hx_sb b = { 0 };
 

@@ -86,14 +86,17 @@ async def test_progress():
 
 
 async def test_slots():
-    task = asyncio.ensure_future(ask(chat(3000, 300, seed=5)))
-    states, text = set(), ''
-    while not task.done():
-        slots = await asyncio.to_thread(get, '/slots')
-        text += json.dumps(slots)
-        states |= {s['state'] for s in slots}
-        await asyncio.sleep(0.01)
+    states, text, cached = set(), '', [set(), set()]
+    for again in (0, 1):
+        task = asyncio.ensure_future(ask(chat(3000, 300, seed=5)))
+        while not task.done():
+            slots = await asyncio.to_thread(get, '/slots')
+            text += json.dumps(slots)
+            states |= {s['state'] for s in slots}
+            cached[again] |= {s['n_cached'] for s in slots if s['state'] == 'decode'}
+            await asyncio.sleep(0.01)
     assert {'prefill', 'decode'} <= states, states
+    assert cached[0] == {0} and len(cached[1]) == 1 and min(cached[1]) > 2000, cached
     assert 'river' not in text
     assert await asyncio.to_thread(get, '/slots') == []
 
@@ -112,6 +115,11 @@ async def test_metrics():
         n = [int(v) for v in re.findall(rf'^vllm:{name}_bucket\{{.*\}} (\d+)$', text, re.M)]
         count = int(re.search(rf'^vllm:{name}_count\{{.*\}} (\d+)$', text, re.M)[1])
         assert n == sorted(n) and n[-1] == count > 0, (name, n, count)
+    # one for each gap between tokens, as inter_token_latency_seconds; one for each answer
+    counts = [int(re.search(rf'^vllm:{name}_count\{{.*\}} (\d+)$', text, re.M)[1]) for name in (
+        'time_per_output_token_seconds', 'inter_token_latency_seconds',
+        'request_time_per_output_token_seconds', 'e2e_request_latency_seconds')]
+    assert counts[0] == counts[1] > 20 * counts[2] and counts[2] == counts[3], counts
     assert 'vllm:kv_cache_usage_perc{model_name="demo-exl3"} 0' in text
 
 
@@ -121,6 +129,22 @@ async def test_stats():
     assert stats['rates']['prefill'] > 0 and stats['rates']['decode'] > 0, stats
     assert stats['memory']['pages_used'] == 0, stats
     assert health['status'] == 'ok' and health['steps'] > 0, health
+
+
+async def test_end_thinking():
+    """Reasoning that somebody ends from outside; its record can be run again all the same."""
+    reader, writer = await send('/v1/chat/completions', chat(5, 60, seed=8))
+    n = 0
+    while line := await reader.readline():
+        if line.startswith(b'data: {'):
+            chunk, n = json.loads(line[6:]), n + 1
+        if n == 5:
+            request = urllib.request.Request(f"{URL}/v1/chat/completions/{chunk['id']}/end_thinking", b'')
+            await asyncio.to_thread(urllib.request.urlopen, request)
+    writer.close()
+    with open(RECORD) as f:
+        r = json.loads(f.readlines()[-1])
+    assert r['thinking_ended'] and r['think_end'] in r['answer'][3:], r['answer']
 
 
 async def test_record():
@@ -145,11 +169,22 @@ async def idle(n):
     return [await asyncio.open_connection('127.0.0.1', PORT) for _ in range(n)]
 
 
+TOOL = {'type': 'function', 'function': {'name': 'look', 'parameters': {
+    'type': 'object', 'properties': {'at': {'enum': ['sea', 'town']}}, 'required': ['at']}}}
+SHAPE = {'type': 'json_schema', 'json_schema': {'name': 'pair', 'schema': {
+    'type': 'object', 'properties': {'a': {'type': 'integer'}, 'b': {'enum': ['x', 'y']}},
+    'required': ['a', 'b'], 'additionalProperties': False}}}
+KINDS = [{}, {}, {}, {'tools': [TOOL]}, {'tools': [TOOL], 'tool_choice': 'required'},
+         {'response_format': SHAPE, 'ignore_eos': False}, {'thinking_budget': 5},
+         {'repetition_penalty': 1.2, 'logit_bias': {'77': 3}, 'top_p': 0.9, 'stop': ['zz']}]
+
+
 async def client(crowd, k, until):
     rng = random.Random(k)
     while time.monotonic() < until:
         leave = rng.randrange(20) if rng.random() < 0.3 else None
         body = chat(rng.choice([5, 30, 200]), rng.randrange(1, 60), seed=rng.randrange(1 << 30))
+        body |= rng.choice(KINDS)
         try:
             status, chunks, _, done = await asyncio.wait_for(ask(body, leave=leave), 120)
         except Exception as e:                                  # noqa: BLE001
@@ -172,6 +207,7 @@ async def settle():
 
 
 async def test_soak():
+    begun = time.monotonic()
     conns = await idle(2000)
     crowd = Crowd()
     warm = time.monotonic() + max(SECONDS / 4, 3)
@@ -187,7 +223,7 @@ async def test_soak():
     assert crowd.n_done > 64 and crowd.n_left > 0
     assert after['memory']['pages_used'] == 0 and get('/slots') == []
     assert grown < 12 + 16, f'grew by {grown:.1f} MB, 16 of them for kept states'
-    if SECONDS < 60:
+    if time.monotonic() - begun < 60:                           # the server ends idle ones after 75 s
         assert after['connections'] >= 2000, after['connections']
         for reader, writer in conns[::97]:                      # they still work
             writer.write(b'GET /health HTTP/1.1\r\nHost: x\r\n\r\n')
@@ -198,7 +234,8 @@ async def test_soak():
 
 async def main():
     failed = 0
-    for test in (test_progress, test_slots, test_metrics, test_stats, test_record, test_soak):
+    for test in (test_progress, test_slots, test_metrics, test_stats, test_end_thinking, test_record,
+                 test_soak):
         try:
             await test()
             print(f'ok serving_{test.__name__[5:]}', flush=True)

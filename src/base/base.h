@@ -253,11 +253,16 @@ void hx_counters_write(hx_sb *b); /* Prometheus text */
 #define HX_HISTOGRAMS(X)                                                                 \
     X(time_to_first_token_seconds, "From the request to its first token.")               \
     X(inter_token_latency_seconds, "Between two tokens of an answer.")                   \
-    X(time_per_output_token_seconds, "Mean time of an answer's tokens after its first.") \
+    X(time_per_output_token_seconds, "The same under its older name.")                   \
+    X(request_time_per_output_token_seconds,                                             \
+      "Mean time of an answer's tokens after its first.")                                \
     X(e2e_request_latency_seconds, "From the request to its last token.")                \
     X(request_queue_time_seconds, "From the request to its start.")                      \
     X(request_prefill_time_seconds, "From its start to its first token.")                \
     X(request_decode_time_seconds, "From its first token to its last.")                  \
+    X(request_inference_time_seconds, "From its start to its last token.")               \
+    X(iteration_tokens_total, "Tokens read or made by an engine step.")                  \
+    X(request_params_max_tokens, "Most tokens that an answer may have.")                 \
     X(request_prompt_tokens, "Tokens of a prompt.")                                      \
     X(request_generation_tokens, "Tokens of an answer.")
 

@@ -425,11 +425,6 @@ static int bench_engine(const hx_cli *c, bench_report *out, hx_info *info)
     return rc != 0 ? cli_fail(&err) : 0;
 }
 
-static void put_figure(void *ud, const char *name, double v, const char *unit)
-{
-    bench_one(ud, name, unit, v);
-}
-
 int cmd_bench(const hx_cli *c)
 {
     bench_report out = { .protocol = "ops",
@@ -456,7 +451,7 @@ int cmd_bench(const hx_cli *c)
     }
     rc = ops     ? bench_ops(c, &out)
          : trace ? bench_trace(c, &out)
-         : serve ? cli_bench_serve(c, put_figure, &out)
+         : serve ? bench_serve(c, &out)
                  : bench_engine(c, &out, &info);
     if (rc == 0 && c->json != NULL)
         rc = write_report(&out, c, ops || serve || trace ? NULL : &info);

@@ -75,5 +75,7 @@ void bench_lanes(bench_report *out, const char *what, const hx_experts *a,
 int bench_ops(const hx_cli *c, bench_report *out);               /* tools.c */
 int bench_protocol(bench_run *b, const char *name, hx_err *err); /* bench_protocol.c */
 int bench_compare(const hx_cli *c);                              /* bench_compare.c */
+int bench_serve(const hx_cli *c, bench_report *out);             /* bench_serve.c */
+int bench_follow(const hx_cli *c, bench_report *out);            /* bench_follow.c */
 
 #endif

@@ -13,7 +13,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "cli/cli.h"
+#include "cli/bench.h"
 #include "serve/serve.h"
 
 #define CLIENTS_MAX 64
@@ -27,8 +27,7 @@ typedef struct {
     pthread_t thread;
     uint64_t seed;
     int n_crowd;
-    cli_figure_fn *put;
-    void *ud;
+    bench_report *out;
 } bench;
 
 /* One request and what came of it. */
@@ -349,7 +348,7 @@ static void put(const bench *b, const char *mix, const char *what, double v,
     char name[96];
 
     snprintf(name, sizeof name, "%s: %s", mix, what);
-    b->put(b->ud, name, v, unit);
+    bench_one(b->out, name, unit, v);
 }
 
 static void put_spread(const bench *b, const char *mix, const char *what, sample *s)
@@ -486,15 +485,20 @@ static void open_long(client *c, bench *b, uint64_t seed)
     hx_sb_free(&said);
 }
 
-/* Three streams; after a while a long prompt comes. */
-static int mix_beside(bench *b)
+/* What the three streams had without and with the newcomer, and what it had. */
+typedef struct {
+    sample rate, kept, gap50, gap99, ratio, alone, beside, times, even;
+    int64_t n_prompt;
+} beside_figures;
+
+/* A long prompt alone; then three streams, and after a while another one. */
+static int run_beside(bench *b, beside_figures *f)
 {
     enum { N = 3 };
-    const char *mix = "long beside streams";
     client c[N], alone, late;
     pthread_t t[N];
     atomic_bool done = false;
-    sample before = { 0 }, beside = { 0 };
+    sample gaps = { 0 };
     double rate0 = 0, rate1 = 0, least = 1e9, most = 0;
     int64_t from;
 
@@ -518,32 +522,66 @@ static int mix_beside(bench *b)
     atomic_store(&done, true);
     for (int k = 0; k < N; k++) {
         pthread_join(t[k], NULL);
-        rate0 += take_gaps(&c[k], from, late.start_us, &before);
-        const double r = take_gaps(&c[k], late.start_us, late.first_us, &beside);
+        rate0 += take_gaps(&c[k], from, late.start_us, NULL);
+        const double r = take_gaps(&c[k], late.start_us, late.first_us, &gaps);
         rate1 += r;
         least = HX_MIN(least, r);
         most = HX_MAX(most, r);
     }
-    put(b, mix, "prompt", (double)late.n_prompt, "tokens");
-    put(b, mix, "rate of three streams before", rate0, "tok/s");
-    put(b, mix, "rate they keep", 100 * rate1 / HX_MAX(rate0, 1e-9), "%");
-    put_spread(b, mix, "gap before", &before);
-    put_spread(b, mix, "gap beside", &beside);
-    put(b, mix, "gap p99 / p50 beside",
-        quantile(&beside, 0.99) / HX_MAX(quantile(&beside, 0.5), 1e-9), "x");
-    put(b, mix, "evenness, slowest / fastest stream", least / HX_MAX(most, 1e-9), "x");
-    put(b, mix, "TTFT alone", ttft_ms(&alone), "ms");
-    put(b, mix, "TTFT beside", ttft_ms(&late), "ms");
-    put(b, mix, "TTFT beside / alone", ttft_ms(&late) / HX_MAX(ttft_ms(&alone), 1e-9),
-        "x");
-    const int failed = count_failed(b, mix, c, N) + count_failed(b, mix, &late, 1) +
-                       count_failed(b, mix, &alone, 1);
+    const double p50 = HX_MAX(quantile(&gaps, 0.5), 1e-9), p99 = quantile(&gaps, 0.99);
+    f->n_prompt = late.n_prompt;
+    add(&f->rate, rate0);
+    add(&f->kept, 100 * rate1 / HX_MAX(rate0, 1e-9));
+    add(&f->gap50, p50);
+    add(&f->gap99, p99);
+    add(&f->ratio, p99 / p50);
+    add(&f->even, least / HX_MAX(most, 1e-9));
+    add(&f->alone, ttft_ms(&alone));
+    add(&f->beside, ttft_ms(&late));
+    add(&f->times, ttft_ms(&late) / HX_MAX(ttft_ms(&alone), 1e-9));
+    const int failed = count_failed(b, "long beside streams", c, N) +
+                       count_failed(b, "long beside streams", &late, 1) +
+                       count_failed(b, "long beside streams", &alone, 1);
     for (int k = 0; k < N; k++)
         client_close(&c[k]);
     client_close(&alone);
     client_close(&late);
-    hx_free(before.v);
-    hx_free(beside.v);
+    hx_free(gaps.v);
+    return failed;
+}
+
+/* Each round has its own "alone": the machine's mood changes from minute to minute. */
+static int mix_beside(bench *b)
+{
+    enum { ROUNDS = 3 };
+    beside_figures f = { 0 };
+    const struct {
+        const char *name, *unit;
+        sample *v;
+    } rows[] = {
+        { "rate of three streams before", "tok/s", &f.rate },
+        { "rate they keep", "%", &f.kept },
+        { "gap p50 beside", "ms", &f.gap50 },
+        { "gap p99 beside", "ms", &f.gap99 },
+        { "gap p99 / p50 beside", "x", &f.ratio },
+        { "evenness, slowest / fastest stream", "x", &f.even },
+        { "TTFT alone", "ms", &f.alone },
+        { "TTFT beside", "ms", &f.beside },
+        { "TTFT beside / alone", "x", &f.times },
+    };
+    int failed = 0;
+
+    for (int k = 0; k < ROUNDS && failed == 0; k++, b->seed += 100)
+        failed = run_beside(b, &f);
+    put(b, "long beside streams", "prompt", (double)f.n_prompt, "tokens");
+    for (size_t i = 0; i < HX_LEN(rows); i++) {
+        char name[96];
+
+        snprintf(name, sizeof name, "long beside streams: %s", rows[i].name);
+        if (rows[i].v->n > 0)
+            bench_figure(b->out, name, rows[i].unit, rows[i].v->v, (int)rows[i].v->n);
+        hx_free(rows[i].v->v);
+    }
     return failed;
 }
 
@@ -668,13 +706,19 @@ static const struct {
     { "cancels", mix_cancels }, { "slow", mix_slow },     { "crowd", mix_crowd },
 };
 
-/* names: like "beside,crowd"; NULL: all. Returns how many requests failed. */
+/* names: like "beside,crowd"; NULL: all. */
+static bool is_named(const char *mix, const char *names)
+{
+    return names == NULL || strstr(names, mix) != NULL;
+}
+
+/* Returns how many requests failed. */
 static int run_mixes(bench *b, const char *names)
 {
     int failed = 0;
 
     for (size_t i = 0; i < HX_LEN(mixes); i++)
-        if (names == NULL || strstr(names, mixes[i].name) != NULL)
+        if (is_named(mixes[i].name, names))
             failed += mixes[i].run(b);
     return failed;
 }
@@ -750,21 +794,24 @@ static int find_model(bench *b)
     return 1;
 }
 
-int cli_bench_serve(const hx_cli *c, cli_figure_fn *put_figure, void *ud)
+int bench_serve(const hx_cli *c, bench_report *out)
 {
-    bench b = { .seed = c->has_seed ? (uint64_t)c->seed : 1,
-                .put = put_figure,
-                .ud = ud };
+    const bool remote = strncmp(c->model, "http://", 7) == 0;
+    bench b = { .seed = c->has_seed ? (uint64_t)c->seed : 1, .out = out };
     hx_cli more = *c;
     int rc, failed = 0;
+
+    if (!remote && is_named("follow", c->mixes) && (rc = bench_follow(c, out)) != 0)
+        return rc;
+    if (c->mixes != NULL && strcmp(c->mixes, "follow") == 0)
+        return 0;
 
     if (c->api_keys.n > 0)
         snprintf(b.key, sizeof b.key, "%s", c->api_keys.p[0]);
     if (more.streams == 0)
         more.streams = 16;
     b.n_crowd = (int)HX_MIN(more.streams, CLIENTS_MAX);
-    rc = strncmp(c->model, "http://", 7) == 0 ? read_url(&b, c->model)
-                                              : start_server(&b, &more);
+    rc = remote ? read_url(&b, c->model) : start_server(&b, &more);
     if (rc == 0 && (rc = find_model(&b)) == 0) {
         printf("%s at %s:%s, context %lld\n", b.model, b.host, b.port, (long long)b.ctx);
         failed = run_mixes(&b, c->mixes);

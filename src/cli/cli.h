@@ -72,9 +72,6 @@ int cmd_connect(const hx_cli *c);
 
 /* replay.c: run --replay. */
 int cli_replay(hx_engine *e, const hx_cli *c);
-/* bench_serve.c: figures by name, value and unit go to put. */
-typedef void cli_figure_fn(void *ud, const char *name, double v, const char *unit);
-int cli_bench_serve(const hx_cli *c, cli_figure_fn *put, void *ud);
 int cmd_quantize(const hx_cli *c);
 int cmd_score(const hx_cli *c);
 int cmd_pull(const hx_cli *c);

@@ -146,11 +146,11 @@ static const option options[] = {
       OPT_STR, AT(prefix), 0, SERVE | CHAT, 0, 0 },
     { "--park-ram", "SIZE",
       "host memory for kept states and parked pages (an eighth of it, at most 16GiB)",
-      OPT_SIZE, AT(park_ram), 0, SERVE | CHAT, 0, 0 },
+      OPT_SIZE, AT(park_ram), 0, SERVE | CHAT | BENCH | PLAN, 0, 0 },
     { "--park-dir", "DIR", "idle conversations are also kept here, over restarts",
-      OPT_STR, AT(park_dir), 0, SERVE | CHAT, 0, 0 },
+      OPT_STR, AT(park_dir), 0, SERVE | CHAT | BENCH | PLAN, 0, 0 },
     { "--park-disk", "SIZE", "most that --park-dir may hold (32GiB)", OPT_SIZE,
-      AT(park_disk), 0, SERVE | CHAT, 0, 0 },
+      AT(park_disk), 0, SERVE | CHAT | BENCH | PLAN, 0, 0 },
     { "--threads", "N", "compute threads (one per CPU this process may use)", OPT_INT,
       AT(threads), 0, ENGINE | QUANTIZE, 1, 1024 },
     { "--cpus", "LIST", "CPUs to pin them to, like 0-7,16", OPT_STR, AT(cpus), 0,
@@ -229,8 +229,8 @@ static const option options[] = {
     { "--json", "FILE", "write the figures there too", OPT_STR, AT(json), 0, BENCH, 0,
       0 },
     { "--mixes", "LIST",
-      "of bench serve: agents, shared, beside, cancels, slow, crowd (all)", OPT_STR,
-      AT(mixes), 0, BENCH, 0, 0 },
+      "of bench serve: follow, agents, shared, beside, cancels, slow, crowd (all)",
+      OPT_STR, AT(mixes), 0, BENCH, 0, 0 },
     { "--bits", "K", "average bits per weight, 1 to 8, also fractions", OPT_NUM, AT(bits),
       0, QUANTIZE, 1, 8 },
     { "--head-bits", "K", "bits of the output matrix (6)", OPT_NUM, AT(head_bits), 0,
@@ -709,11 +709,12 @@ int main(int argc, char **argv)
         print_help(cmd);
         return 0;
     }
-    c.no_canary = c.no_canary || cmd->bit != SERVE;
+    const bool serves =
+        cmd->bit == SERVE || (c.what != NULL && strcmp(c.what, "serve") == 0);
+    c.no_canary = c.no_canary || !serves;
     if (c.prefix == NULL &&
         (cmd->bit == SCORE ||
-         (cmd->bit == BENCH &&
-          (c.what == NULL || strcmp(c.what, "serve") != 0) &&
+         (cmd->bit == BENCH && !serves &&
           (c.what == NULL || strcmp(c.what, "decode") != 0 || c.tokens == NULL) &&
           (c.protocol == NULL || strcmp(c.protocol, "decode-32k") != 0))))
         c.prefix = "off"; /* what is measured is computed */

@@ -62,6 +62,29 @@ static void print_experts(const hx_experts *x, const hx_info *info)
     }
 }
 
+/* What idle conversations may take, and how many of them that is. */
+static void print_kept(hx_engine *e, const hx_info *info)
+{
+    static const int64_t n_tokens[] = { 2000, 20000, 100000 };
+
+    line("host memory for kept states (--park-ram)", info->park_ram_bytes);
+    if (info->park_disk_bytes > 0)
+        line("disk for them (--park-disk)", info->park_disk_bytes);
+    for (size_t i = 0; i < HX_LEN(n_tokens); i++) {
+        const int64_t n = HX_MIN(n_tokens[i], info->ctx_tokens);
+        const hx_fit f = hx_cache_fit(e, n);
+
+        if (i > 0 && n == HX_MIN(n_tokens[i - 1], info->ctx_tokens))
+            break;
+        printf("  kept conversations of %lld tokens: %lld in sequence memory, %lld more "
+               "in host memory",
+               (long long)n, (long long)f.here, (long long)f.in_ram);
+        if (info->park_disk_bytes > 0)
+            printf(", %lld on disk", (long long)f.on_disk);
+        putchar('\n');
+    }
+}
+
 int cmd_plan(const hx_cli *c)
 {
     hx_engine *e;
@@ -83,6 +106,7 @@ int cmd_plan(const hx_cli *c)
         line("of the device, before routed experts", info.device_bytes);
     printf("  %-40s %lld tokens, %d at a time\n", "context", (long long)info.ctx_tokens,
            info.max_streams);
+    print_kept(e, &info);
     if (x.n_slot > 0 || x.n_expert > 0)
         print_experts(&x, &info);
     else

@@ -10,7 +10,7 @@
 typedef struct {
     hx_json *line;
     hx_request r;
-    int32_t *prompt, *want, *stop_ids;
+    int32_t *prompt, *want, *stop_ids, *forced;
     hx_str stop[16];
     hx_bias *bias;
     int64_t n_want;
@@ -22,6 +22,7 @@ static void close_recorded(recorded *q)
     hx_free(q->prompt);
     hx_free(q->want);
     hx_free(q->stop_ids);
+    hx_free(q->forced);
     hx_free(q->bias);
     hx_json_free(q->line);
 }
@@ -94,8 +95,10 @@ static int read_lists(recorded *q, hx_err *err)
 
     if ((rc = read_ids(hx_json_get(j, "prompt"), &q->prompt, &q->r.n_tokens, err)) != 0 ||
         (rc = read_ids(hx_json_get(j, "answer"), &q->want, &q->n_want, err)) != 0 ||
-        (rc = read_ids(hx_json_get(j, "stop_ids"), &q->stop_ids, &n_ids, err)) != 0)
+        (rc = read_ids(hx_json_get(j, "stop_ids"), &q->stop_ids, &n_ids, err)) != 0 ||
+        (rc = read_ids(hx_json_get(j, "forced"), &q->forced, &q->r.n_forced, err)) != 0)
         return rc;
+    q->r.forced = q->forced;
     q->r.tokens = q->prompt;
     q->r.stop_ids = q->stop_ids;
     q->r.n_stop_ids = (int32_t)n_ids;
@@ -114,6 +117,23 @@ static int read_lists(recorded *q, hx_err *err)
                                  (float)hx_json_num(hx_json_at(pair, 1), 0) };
     }
     return 0;
+}
+
+/* Somebody ended the reasoning while it went on: that is a budget, looked at afterwards. */
+static void end_thinking(recorded *q)
+{
+    hx_request *r = &q->r;
+    int64_t at = 0;
+
+    while (at < q->n_want && q->want[at] != r->think_end)
+        at++;
+    if (at == q->n_want)
+        return;
+    r->think_max = at;
+    if (at == 0) { /* which is no budget */
+        r->forced = &r->think_end;
+        r->n_forced = 1;
+    }
 }
 
 static int read_recorded(recorded *q, const char *arg, hx_err *err)
@@ -140,13 +160,21 @@ static int read_recorded(recorded *q, const char *arg, hx_err *err)
     r->ignore_eos = hx_json_bool(hx_json_get(j, "ignore_eos"), false);
     r->grammar_kind = (hx_grammar_kind)whole(j, "grammar_kind");
     r->grammar_after = (int32_t)whole(j, "grammar_after");
+    r->grammar_at = (int32_t)whole(j, "grammar_at");
+    r->grammar_lazy = hx_json_bool(hx_json_get(j, "grammar_lazy"), false);
+    r->grammar_again = hx_json_bool(hx_json_get(j, "grammar_again"), false);
     r->grammar = hx_json_str(hx_json_get(j, "grammar"));
+    r->think_end = (int32_t)whole(j, "think_end");
+    r->think_max = whole(j, "think_max");
     /* A string: JSON numbers end at 2^53 in many readers. */
     const hx_str seed = hx_json_str(hx_json_get(j, "seed"));
     for (size_t i = 0; i < seed.n && seed.p[i] >= '0' && seed.p[i] <= '9'; i++)
         r->seed = r->seed * 10 + (uint64_t)(seed.p[i] - '0');
     q->finish = hx_json_str(hx_json_get(j, "finish"));
-    return read_lists(q, err);
+    if ((rc = read_lists(q, err)) == 0 &&
+        hx_json_bool(hx_json_get(j, "thinking_ended"), false))
+        end_thinking(q);
+    return rc;
 }
 
 /* Compares as the tokens come; -1: no difference yet, else where. */
@@ -205,7 +233,7 @@ int cli_replay(hx_engine *e, const hx_cli *c)
     hx_err err = { 0 };
     int rc = read_recorded(&q, c->replay, &err);
 
-    if (rc == 0 && hx_json_bool(hx_json_get(q.line, "forced"), false))
+    if (rc == 0 && hx_json_bool(hx_json_get(q.line, "forced_later"), false))
         fprintf(stderr, "hoist: warning: tokens of this answer were forced from outside; "
                         "it cannot come out the same\n");
     if (rc == 0)

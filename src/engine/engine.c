@@ -1181,6 +1181,7 @@ int64_t hx_get_streams(hx_engine *e, hx_stream_info *out, int64_t cap)
                                                                          : HX_AT_DECODE,
                                    .priority = s->req.priority,
                                    .prompt = s->n_prompt,
+                                   .cached = s->cached,
                                    .prefilled = s->prefilled,
                                    .generated = s->generated,
                                    .max_new = s->max_new,

@@ -328,7 +328,7 @@ void hx_grammars_drop(hx_grammars *all, hx_grammar *g);
 typedef struct hx_reuse {
     hx_prefix_tree *tree;
     hx_prefix mode;
-    uint64_t ram_bytes, disk_bytes;
+    uint64_t ram_bytes;
     int32_t role[8], n_role; /* ids that open a message */
 
     struct hx_asked *first; /* calls of other threads; under lock */

@@ -9,6 +9,8 @@
 
 #define DEMO "models/demo-exl3"
 
+static const char *device; /* NULL: cpu */
+
 static hx_engine *open_demo(const hx_options *more)
 {
     hx_options opt = more != NULL ? *more : (hx_options) { 0 };
@@ -18,6 +20,7 @@ static hx_engine *open_demo(const hx_options *more)
     opt.model_dir = DEMO;
     if (opt.ctx_tokens == 0)
         opt.ctx_tokens = 4096;
+    opt.device = device;
     opt.kv = HX_KV_F32;
     opt.n_threads = 2;
     if (hx_open(&e, &opt, &err) != 0)
@@ -780,6 +783,7 @@ static void test_torture(void **state)
 }
 
 /* engine_test [PATTERN]: only the tests whose names match. */
+/* engine_test [PATTERN [DEVICE]] */
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
@@ -804,5 +808,6 @@ int main(int argc, char **argv)
 
     if (argc > 1)
         cmocka_set_test_filter(argv[1]);
+    device = argc > 2 ? argv[2] : NULL;
     return cmocka_run_group_tests_name("engine", tests, NULL, NULL);
 }

@@ -412,8 +412,14 @@ static void put_settings(hx_sb *b, const hx_request *r, int64_t max_new)
     for (int32_t i = 0; i < r->n_bias; i++)
         hx_sb_printf(b, "%s[%d,%.9g]", i > 0 ? "," : "", r->bias[i].token,
                      (double)r->bias[i].bias);
-    hx_sb_printf(b, "],\"grammar_kind\":%d,\"grammar_after\":%d", (int)r->grammar_kind,
-                 r->grammar_after);
+    hx_sb_printf(b,
+                 "],\"grammar_kind\":%d,\"grammar_after\":%d,\"grammar_at\":%d,"
+                 "\"grammar_lazy\":%s,\"grammar_again\":%s,\"think_end\":%d,"
+                 "\"think_max\":%lld",
+                 (int)r->grammar_kind, r->grammar_after, r->grammar_at,
+                 r->grammar_lazy ? "true" : "false", r->grammar_again ? "true" : "false",
+                 r->think_end, (long long)r->think_max);
+    put_ids(b, "forced", r->forced, r->n_forced);
     if (r->grammar.n > 0) {
         hx_sb_str(b, ",\"grammar\":");
         hx_json_put_str(b, r->grammar);
@@ -432,7 +438,10 @@ static void put_record(hx_sb *b, const hx_stream *s, const char *finish, const c
     hx_sb_str(b, ",\"device\":");
     hx_json_put_str(b, hx_str_c(s->engine->info.device));
     put_settings(b, &s->req, s->max_new);
-    hx_sb_printf(b, ",\"forced\":%s,\"finish\":\"%s\",\"sum\":\"%016llx\"",
+    hx_sb_printf(b,
+                 ",\"thinking_ended\":%s,\"forced_later\":%s,\"finish\":\"%s\","
+                 "\"sum\":\"%016llx\"",
+                 atomic_load(&s->end_thinking) ? "true" : "false",
                  s->n_force > 0 ? "true" : "false", finish,
                  (unsigned long long)sum_of(answer, n));
     if (why != NULL) {

@@ -53,6 +53,7 @@ int hx_reuse_open(hx_engine *e, const hx_options *opt, hx_err *err)
     pthread_cond_init(&r->answered, NULL);
     r->mode = opt->prefix;
     r->ram_bytes = opt->park_ram_bytes != 0 ? opt->park_ram_bytes : default_ram_bytes();
+    e->info.park_ram_bytes = r->mode != HX_PREFIX_OFF ? r->ram_bytes : 0;
     find_roles(r, e);
     if ((rc = hx_prefix_open(&r->tree, e->cache, r->ram_bytes,
                              (size_t)e->model->desc.width * sizeof(float), err)) != 0 ||
@@ -386,7 +387,7 @@ void hx_reuse_chunk_begin(hx_engine *e, hx_stream *s, hx_batch *b)
         if (row <= 0 || row >= b->rows.n_row)
             continue;
         if (!hx_prefix_room(r->tree, bytes) ||
-            (blob = hx_blob_new(bytes, &r->tree->host)) == NULL)
+            (blob = hx_prefix_new_state(r->tree, bytes)) == NULL)
             break;
         hx_cache_state_blank(e->cache, blob->p);
         r->snap_blob[r->n_snap] = blob;
@@ -616,18 +617,19 @@ void hx_reuse_status(const hx_engine *e, hx_status *out)
     out->disk_bytes = (uint64_t)atomic_load(&r->disk);
 }
 
+/* Each is counted with two states: where it ends, and one before, to fall back to. */
 hx_fit hx_cache_fit(hx_engine *e, int64_t n_tokens)
 {
-    const hx_reuse *r = e->reuse;
+    const hx_info *i = &e->info;
     const uint64_t pages = (uint64_t)(HX_MAX(n_tokens, 1) + HX_PAGE - 1) / HX_PAGE,
-                   state = HX_MAX(hx_cache_state_bytes(e->cache, 1), 1),
-                   all = pages * e->cache->page_bytes + state,
-                   here =
-                       HX_MIN((uint64_t)e->cache->n_page / pages, r->ram_bytes / state);
+                   states = 2 * (hx_cache_state_bytes(e->cache, 1) + row_bytes(e)),
+                   all = pages * e->cache->page_bytes + states,
+                   here = HX_MIN((uint64_t)e->cache->n_page / pages,
+                                 i->park_ram_bytes / states);
 
     return (hx_fit) { .here = (int64_t)here,
-                      .in_ram = (int64_t)((r->ram_bytes - here * state) / all),
-                      .on_disk = (int64_t)(r->disk_bytes / all) };
+                      .in_ram = (int64_t)((i->park_ram_bytes - here * states) / all),
+                      .on_disk = (int64_t)(i->park_disk_bytes / all) };
 }
 
 const char *hx_miss_name(hx_miss m)

@@ -30,8 +30,10 @@ static void on_ready(void *ud)
 {
     hx_engine *e = ud;
 
+    pthread_mutex_lock(&e->lock); /* or it falls asleep between its look and its wait */
     atomic_store(&e->reuse->disk_ready, true);
     pthread_cond_signal(&e->wake);
+    pthread_mutex_unlock(&e->lock);
 }
 
 /* ---- budgets ----------------------------------------------------------- */
@@ -335,8 +337,6 @@ static void was_read(hx_engine *e, hx_park_done *d)
     if (d->rc != 0)
         hx_log(HX_LOG_WARN, "%s", d->err.msg);
     if (d->rc != 0 && file->snap->on_disk) {
-        if (d->rc != HX_EFORMAT)
-            hx_park_delete(r->park, &d->name);
         hx_prefix_lost_file(r->tree, file);
     } else if (!file->snap->on_disk && file->snap->state == NULL && file->busy == 0) {
         hx_prefix_remove(r->tree, file);
@@ -467,7 +467,7 @@ int hx_reuse_disk_open(hx_engine *e, const hx_options *opt, hx_err *err)
         p.disk_bytes = DISK_DEFAULT;
     if (p.day_bytes == 0)
         p.day_bytes = DAY_TIMES * p.disk_bytes;
-    r->disk_bytes = p.disk_bytes;
+    e->info.park_disk_bytes = p.disk_bytes;
     snprintf(text, sizeof text, "%s %s kv %d page %llu state %llu", HX_VERSION,
              e->dev->ops->name, (int)opt->kv, (unsigned long long)p.page_bytes,
              (unsigned long long)hx_cache_state_bytes(e->cache, HX_PEND_MAX));

@@ -6,6 +6,7 @@
 #include <dirent.h>
 #include <pthread.h>
 #include <stdlib.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "engine/engine.h"
@@ -616,8 +617,198 @@ static void test_fit(void **state)
     assert_true(f.in_ram > 5 && f.in_ram < 100);
     assert_int_equal(f.on_disk, 0);
     assert_int_equal(g.here, 16);
-    assert_true(g.in_ram > f.in_ram);
+    assert_true(g.here + g.in_ram > f.here + f.in_ram);
     hx_close(e);
+}
+
+static uint64_t bytes_in_folder(const char *dir)
+{
+    char path[512];
+    struct stat st;
+    struct dirent *f;
+    uint64_t sum = 0;
+    DIR *d = opendir(dir);
+
+    while (d != NULL && (f = readdir(d)) != NULL) {
+        snprintf(path, sizeof path, "%s/%.200s", dir, f->d_name);
+        if (f->d_name[0] != '.' && stat(path, &st) == 0)
+            sum += (uint64_t)st.st_size;
+    }
+    closedir(d);
+    return sum;
+}
+
+/* Neither the folder nor what a day writes grows beyond its budget; what was used last is
+ * what is there. */
+static void test_disk_budgets(void **state)
+{
+    static const struct {
+        uint64_t disk, day, most;
+    } ways[] = { { 9u << 20, 1u << 30, 9u << 20 }, { 1u << 30, 7u << 20, 7u << 20 } };
+    int32_t *t = hx_new(int32_t, N_MAX);
+    answer *a = hx_new(answer, 1);
+
+    (void)state;
+    for (size_t w = 0; w < HX_LEN(ways); w++) {
+        char dir[] = "/tmp/hoist-reuse-XXXXXX";
+        hx_options opt = { .max_streams = 1,
+                           .ctx_tokens = 1024,
+                           .park_dir = mkdtemp(dir),
+                           .park_disk_bytes = ways[w].disk,
+                           .park_day_bytes = ways[w].day };
+        hx_engine *e;
+        hx_status st;
+
+        for (uint64_t run = 0; run < 3; run++) {
+            e = open_with(&opt);
+            for (uint64_t k = 0; k < 3; k++) {
+                make_text(e, t, 400, 500 + 10 * run + k);
+                ask(e, t, 400, 8, a);
+            }
+            hx_close(e); /* writes all that is not written */
+            assert_true(bytes_in_folder(dir) > 2u << 20);
+            assert_true(bytes_in_folder(dir) <= ways[w].most);
+        }
+        e = open_with(&opt);
+        hx_get_status(e, &st);
+        assert_true(st.disk_bytes <= ways[w].most);
+        if (w == 0) { /* the day's writes are used up by the first ones */
+            make_text(e, t, 400, 522);
+            ask(e, t, 400, 8, a);
+            assert_true(a->end.cached > 300);
+        }
+        hx_forget(e);
+        hx_close(e);
+        assert_int_equal(bytes_in_folder(dir), 0);
+        rmdir(dir);
+    }
+    hx_free(t);
+    hx_free(a);
+}
+
+/* Memory that fails now and then, in the engine and in the files' thread: answers that come
+ * have the right bits, and in the end nothing is left. */
+static void test_failing_memory(void **state)
+{
+    char dir[] = "/tmp/hoist-reuse-XXXXXX";
+    hx_engine *e, *cold = open_with(&(hx_options) {
+                      .max_streams = 2, .ctx_tokens = 1024, .prefix = HX_PREFIX_OFF });
+    int32_t *t = hx_new(int32_t, N_MAX);
+    answer *want = hx_new(answer, 4), *a = hx_new(answer, 1);
+    int64_t n_bad = 0, n_good = 0;
+    hx_status st;
+
+    (void)state;
+    assert_non_null(mkdtemp(dir));
+    e = open_with(&(hx_options) { .max_streams = 2,
+                                  .ctx_tokens = 1024,
+                                  .park_ram_bytes = 16u << 20,
+                                  .park_dir = dir });
+    for (uint64_t k = 0; k < 4; k++) {
+        make_text(e, t, 400, 300 + k);
+        ask(cold, t, 400, 8, &want[k]);
+    }
+    for (uint64_t i = 0; i < 240; i++) {
+        const uint64_t k = hx_rng_at(12, i) % 4;
+        hx_stream *s;
+        hx_event ev = { 0 };
+        hx_err err;
+
+        make_text(e, t, 400, 300 + k);
+        hx_test_fail_at(1 + (int64_t)(hx_rng_at(13, i) % 40));
+        const int rc = hx_submit(e,
+                                 &(hx_request) { .tokens = t,
+                                                 .n_tokens = 400,
+                                                 .max_new = 8,
+                                                 .ignore_eos = true,
+                                                 .temperature = 1,
+                                                 .seed = 5,
+                                                 .want_logprobs = true },
+                                 &s, &err);
+        a->n = 0;
+        while (rc == 0 && ev.kind != HX_EV_DONE && ev.kind != HX_EV_ERROR) {
+            assert_int_equal(hx_next(s, &ev, 60000), 1);
+            for (int32_t j = 0; j < ev.n_tokens; j++) {
+                a->token[a->n] = ev.tokens[j];
+                a->logprob[a->n++] = ev.logprob[j];
+            }
+        }
+        hx_test_fail_at(0);
+        if (rc != 0 || ev.kind == HX_EV_ERROR) {
+            assert_int_equal(rc != 0 ? rc : ev.err.code, HX_ENOMEM);
+            n_bad++;
+        } else {
+            assert_same(a, &want[k]);
+            n_good++;
+        }
+        if (rc == 0)
+            hx_stream_free(s);
+    }
+    printf("%lld requests without memory, %lld answers as they should be\n",
+           (long long)n_bad, (long long)n_good);
+    assert_true(n_bad > 10 && n_good > 10);
+    hx_forget(e);
+    hx_get_status(e, &st);
+    assert_int_equal(st.states, 0);
+    assert_int_equal(st.ram_bytes, 0);
+    assert_int_equal(e->cache->n_free, e->cache->n_page);
+    hx_close(e);
+    hx_close(cold);
+    snprintf(folder, sizeof folder, "%s", dir);
+    files_in_folder(true);
+    rmdir(dir);
+    hx_free(t);
+    hx_free(want);
+    hx_free(a);
+}
+
+/* The figure is true: so many conversations, had one after the other, all go on without
+ * reading more than half of themselves again. */
+static void fit_is_true(int64_t n_prompt, uint64_t ram)
+{
+    enum { ANSWER = 40 };
+    hx_engine *e = open_with(
+        &(hx_options) { .max_streams = 1, .ctx_tokens = 1024, .park_ram_bytes = ram });
+    const hx_fit fit = hx_cache_fit(e, n_prompt + ANSWER);
+    const int64_t n = fit.here + fit.in_ram;
+    int32_t *t = hx_new(int32_t, N_MAX);
+    int32_t *said = hx_new(int32_t, n * ANSWER);
+    answer *a = hx_new(answer, 1);
+    int64_t least = INT64_MAX;
+
+    assert_true(n >= 5);
+    for (int64_t k = 0; k < n; k++) {
+        make_text(e, t, n_prompt, 1000 + (uint64_t)k);
+        ask(e, t, n_prompt, ANSWER, a);
+        memcpy(said + k * ANSWER, a->token, ANSWER * sizeof *said);
+    }
+    for (int64_t k = 0; k < n; k++) {
+        make_text(e, t, n_prompt, 1000 + (uint64_t)k);
+        memcpy(t + n_prompt, said + k * ANSWER, ANSWER * sizeof *said);
+        hx_stream *s = submit(e, &(hx_request) { .tokens = t,
+                                                 .n_tokens = n_prompt + ANSWER,
+                                                 .max_new = 1,
+                                                 .no_store = true,
+                                                 .want_logprobs = true });
+        read_all(s, a);
+        hx_stream_free(s);
+        least = HX_MIN(least, a->end.cached);
+    }
+    printf("%lld conversations of %lld tokens, each has at least %lld\n", (long long)n,
+           (long long)n_prompt + ANSWER, (long long)least);
+    assert_true(least * 2 >= n_prompt + ANSWER);
+    hx_close(e);
+    hx_free(t);
+    hx_free(said);
+    hx_free(a);
+}
+
+static void test_fit_is_true(void **state)
+{
+    (void)state;
+    fit_is_true(560, 40u << 20);
+    fit_is_true(210, 30u << 20);
+    fit_is_true(900, 100u << 20);
 }
 
 /* reuse_test [PATTERN [DEVICE]]: only the tests whose names match. On a device whose decode rows
@@ -635,7 +826,10 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_cancel_parked),
         cmocka_unit_test(test_restart),
         cmocka_unit_test(test_cancels),
+        cmocka_unit_test(test_disk_budgets),
+        cmocka_unit_test(test_failing_memory),
         cmocka_unit_test(test_fit),
+        cmocka_unit_test(test_fit_is_true),
     };
 
     if (argc > 1)

@@ -41,8 +41,11 @@ static void observe_end(const hx_stream *s, hx_stop stop)
     hx_observe(HX_H_request_decode_time_seconds, made_s);
     hx_observe(HX_H_request_prompt_tokens, (double)s->n_prompt);
     hx_observe(HX_H_request_generation_tokens, (double)s->generated);
+    hx_observe(HX_H_request_inference_time_seconds,
+               (double)(t->done_us - t->started_us) / 1e6);
+    hx_observe(HX_H_request_params_max_tokens, (double)s->max_new);
     if (s->generated > 1)
-        hx_observe(HX_H_time_per_output_token_seconds,
+        hx_observe(HX_H_request_time_per_output_token_seconds,
                    made_s / (double)(s->generated - 1));
 }
 
@@ -221,7 +224,10 @@ static int32_t forced_or(hx_stream *s, int32_t id)
         hx_observe(HX_H_time_to_first_token_seconds,
                    (double)(now - s->times.queued_us) / 1e6);
     } else {
-        hx_observe(HX_H_inter_token_latency_seconds, (double)(now - s->last_us) / 1e6);
+        const double gap_s = (double)(now - s->last_us) / 1e6;
+
+        hx_observe(HX_H_inter_token_latency_seconds, gap_s);
+        hx_observe(HX_H_time_per_output_token_seconds, gap_s);
     }
     s->last_us = now;
     pthread_mutex_unlock(&s->engine->lock);
@@ -703,6 +709,7 @@ static void tell_progress(hx_stream *s, bool last)
 
 static void count_read(hx_engine *e, hx_stream *s, int64_t n)
 {
+    hx_observe(HX_H_iteration_tokens_total, (double)n);
     pthread_mutex_lock(&e->lock);
     if (s->n_done > s->prefilled) {
         hx_count(HX_C_prompt_tokens_total, HX_MIN(n, s->n_done - s->prefilled));

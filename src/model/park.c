@@ -57,8 +57,7 @@ typedef struct {
     hx_park_name name;
     uint64_t bytes;
     int64_t used_s; /* of the wall clock */
-    bool foreign;
-    char file[80]; /* its name in the folder */
+    bool foreign;   /* of another model or build, or it could not be read */
 } entry;
 
 typedef struct {
@@ -218,24 +217,38 @@ static uint8_t *head_of(const hx_park *p, const job *j)
     return b;
 }
 
+static int64_t sys_read(int fd, void *p, size_t n, int64_t at)
+{
+    return pread(fd, p, n, at);
+}
+
+static int64_t sys_write(int fd, const void *p, size_t n)
+{
+    return write(fd, p, n);
+}
+
+static const hx_park_sys plain = { sys_read, sys_write, fsync, rename };
+
+/* OTHER: no file of ours, or one that cannot be read now, which proves nothing. */
 typedef enum { FILE_OURS, FILE_FOREIGN, FILE_CORRUPT, FILE_OTHER } file_kind;
 
-static bool read_at(int fd, void *p, size_t n, int64_t at)
+/* HX_EIO: the disk or the system refuses; HX_EFORMAT: the file ends before. */
+static int read_at(const hx_park_sys *sys, int fd, void *out, size_t n, int64_t at)
 {
-    char *to = p;
+    char *to = out;
 
     while (n > 0) {
-        const ssize_t got = pread(fd, to, n, at);
+        const int64_t got = sys->read(fd, to, n, at);
 
         if (got < 0 && errno == EINTR)
             continue;
         if (got <= 0)
-            return false;
+            return got < 0 ? HX_EIO : HX_EFORMAT;
         to += got;
         at += got;
         n -= (size_t)got;
     }
-    return true;
+    return 0;
 }
 
 /* Are the numbers of a fixed part possible, and right for a file of so many bytes? */
@@ -265,11 +278,13 @@ static file_kind read_head(const hx_park *p, int fd, const hx_park_name *name,
     uint8_t fixed[FIXED_BYTES], sum[32];
     struct stat st;
     size_t n;
+    int rc;
 
     *raw = NULL;
-    if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode))
+    if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode) ||
+        (rc = read_at(&p->sys, fd, fixed, sizeof fixed, 0)) == HX_EIO)
         return FILE_OTHER;
-    if (!read_at(fd, fixed, sizeof fixed, 0) || memcmp(fixed, magic, sizeof magic) != 0)
+    if (rc != 0 || memcmp(fixed, magic, sizeof magic) != 0)
         return FILE_CORRUPT;
     if (get_u32(fixed + 8) != VERSION || memcmp(fixed + 16, p->opt.identity, 32) != 0)
         return FILE_FOREIGN;
@@ -278,11 +293,11 @@ static file_kind read_head(const hx_park *p, int fd, const hx_park_name *name,
     n = head_bytes(h->from, h->n);
     if ((*raw = hx_alloc(n)) == NULL)
         return FILE_OTHER;
-    if (!read_at(fd, *raw, n, 0) || !sha256(*raw, n, sum) ||
+    if ((rc = read_at(&p->sys, fd, *raw, n, 0)) != 0 || !sha256(*raw, n, sum) ||
         memcmp(sum, name->b, 32) != 0) {
         hx_free(*raw);
         *raw = NULL;
-        return FILE_CORRUPT;
+        return rc == HX_EIO ? FILE_OTHER : FILE_CORRUPT;
     }
     h->name = *name;
     h->decoded = (const uint64_t *)(const void *)(*raw + FIXED_BYTES);
@@ -291,11 +306,6 @@ static file_kind read_head(const hx_park *p, int fd, const hx_park_name *name,
 }
 
 /* ---- the thread -------------------------------------------------------- */
-
-static int64_t sys_write(int fd, const void *p, size_t n)
-{
-    return write(fd, p, n);
-}
 
 static bool write_all(const hx_park *p, int fd, const void *from, size_t n)
 {
@@ -355,19 +365,13 @@ done:
     return rc;
 }
 
-static hx_blob *read_blob(int fd, size_t n, int64_t at, const uint8_t *sum,
-                          _Atomic int64_t *total, int *rc)
+static int read_blob(const hx_park *p, int fd, size_t n, int64_t at, const uint8_t *sum,
+                     _Atomic int64_t *total, hx_blob **out)
 {
-    hx_blob *b = hx_blob_new(n, total);
+    hx_blob *b = *out = hx_blob_new(n, total);
+    const int rc = b != NULL ? read_at(&p->sys, fd, b->p, n, at) : HX_ENOMEM;
 
-    if (b == NULL)
-        *rc = HX_ENOMEM;
-    else if (!read_at(fd, b->p, n, at) || !sum_is(sum, b))
-        *rc = HX_EFORMAT;
-    else
-        return b;
-    hx_blob_unref(b);
-    return NULL;
+    return rc != 0 ? rc : sum_is(sum, b) ? 0 : HX_EFORMAT;
 }
 
 static int read_content(const hx_park *p, int fd, job *j, const hx_park_head *h)
@@ -381,13 +385,13 @@ static int read_content(const hx_park *p, int fd, job *j, const hx_park_head *h)
     if ((j->page = hx_new(hx_blob *, j->n_page)) == NULL)
         return HX_ENOMEM;
     for (int64_t i = 0; i < j->n_page; i++, sum += SUM_BYTES) {
-        j->page[i] = read_blob(fd, p->opt.page_bytes, at, sum, j->total, &rc);
-        if (rc != 0)
+        if ((rc = read_blob(p, fd, p->opt.page_bytes, at, sum, j->total, &j->page[i])) !=
+            0)
             return rc;
         at += (int64_t)p->opt.page_bytes;
     }
     if (j->want_state)
-        j->state = read_blob(fd, (size_t)h->state_bytes, at, sum, j->total, &rc);
+        rc = read_blob(p, fd, (size_t)h->state_bytes, at, sum, j->total, &j->state);
     return rc;
 }
 
@@ -400,16 +404,20 @@ static int run_read(const hx_park *p, job *j)
 
     path_of(p, &j->name, path);
     if ((fd = open(path, O_RDONLY | O_CLOEXEC)) < 0)
-        return hx_fail(&j->err, HX_EFORMAT, "park: %.200s: %s", path, strerror(errno));
-    rc = read_head(p, fd, &j->name, &h, &raw) == FILE_OURS ? read_content(p, fd, j, &h)
-                                                           : HX_EFORMAT;
+        return hx_fail(&j->err, errno == ENOENT ? HX_EFORMAT : HX_EIO, "park: %.200s: %s",
+                       path, strerror(errno));
+    const file_kind kind = read_head(p, fd, &j->name, &h, &raw);
+    rc = kind == FILE_OURS    ? read_content(p, fd, j, &h)
+         : kind == FILE_OTHER ? HX_EIO
+                              : HX_EFORMAT;
     close(fd);
     hx_free(raw);
     if (rc == HX_EFORMAT) {
         unlink(path);
         hx_fail(&j->err, rc, "park: %.200s: corrupt, deleted", path);
     } else if (rc != 0) {
-        hx_fail(&j->err, rc, "park: no memory to read a kept prefix");
+        hx_fail(&j->err, rc, "park: %.200s: cannot be read now (%s); it stays", path,
+                rc == HX_EIO ? "the disk refuses" : "no memory");
     }
     return rc;
 }
@@ -496,8 +504,12 @@ static entry *entry_of(hx_park *p, const hx_park_name *name)
 
 static bool add_entry(hx_park *p, const entry *e)
 {
-    if (entry_of(p, &e->name) != NULL)
+    entry *old = entry_of(p, &e->name);
+
+    if (old != NULL) {
+        old->foreign = e->foreign;
         return true;
+    }
     if (p->n_file == p->cap_file) {
         const int64_t cap = HX_MAX(64, 2 * p->cap_file);
         entry *more = hx_realloc(p->file, (size_t)cap * sizeof *more);
@@ -570,7 +582,7 @@ bool hx_park_drop_foreign(hx_park *p)
             old = &p->file[i];
     if (old == NULL)
         return false;
-    snprintf(path, sizeof path, "%s/%s", p->dir, old->file);
+    path_of(p, &old->name, path);
     unlink(path);
     drop_entry(p, old);
     return true;
@@ -675,8 +687,11 @@ static void account(hx_park *p, const job *j)
             hx_count(HX_C_park_written_bytes_total, (int64_t)j->bytes);
             add_entry(p, &e);
         }
-    } else if (j->rc == HX_EFORMAT && (old = entry_of(p, &j->name)) != NULL) {
-        drop_entry(p, old);
+    } else if (j->rc != 0 && (old = entry_of(p, &j->name)) != NULL) {
+        if (j->rc == HX_EFORMAT)
+            drop_entry(p, old);
+        else
+            old->foreign = true; /* nobody here knows it any more; the next run may */
     }
 }
 
@@ -785,7 +800,6 @@ static int scan_file(hx_park *p, const char *file, scan_count *count, hx_err *er
     count->foreign += e.foreign = kind == FILE_FOREIGN;
     e.bytes = (uint64_t)st.st_size;
     e.used_s = st.st_mtime;
-    snprintf(e.file, sizeof e.file, "%s", file);
     h.age_us = HX_MAX(0, now_s() - e.used_s) * 1000000;
     count_written(p, st.st_mtime / 3600, e.bytes);
     if (add_entry(p, &e) && (kind == FILE_FOREIGN || add_found(p, &h, raw)))
@@ -851,7 +865,7 @@ int hx_park_open(hx_park **out, const hx_park_opt *opt, hx_err *err)
     pthread_cond_init(&p->work, NULL);
     pthread_cond_init(&p->ready, NULL);
     p->opt = *opt;
-    p->sys = opt->sys != NULL ? *opt->sys : (hx_park_sys) { sys_write, fsync, rename };
+    p->sys = opt->sys != NULL ? *opt->sys : plain;
     p->hour_now = now_s() / 3600;
     p->dir_fd = -1;
     if ((size_t)snprintf(p->dir, sizeof p->dir, "%s", opt->dir) >= sizeof p->dir) {
@@ -923,7 +937,8 @@ static bool digest_file(EVP_MD_CTX *md, const char *path, bool all)
     for (int64_t at = 0; ok && at < n; at += step) {
         const size_t take = (size_t)HX_MIN(SAMPLE_BYTES, n - at);
 
-        ok = read_at(fd, block, take, at) && EVP_DigestUpdate(md, block, take) == 1;
+        ok = read_at(&plain, fd, block, take, at) == 0 &&
+             EVP_DigestUpdate(md, block, take) == 1;
     }
     if (fd >= 0)
         close(fd);

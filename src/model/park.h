@@ -23,6 +23,7 @@ typedef struct hx_park hx_park;
 
 /* What touches the disk; tests put failing ones here. */
 typedef struct {
+    int64_t (*read)(int fd, void *p, size_t n, int64_t at);
     int64_t (*write)(int fd, const void *p, size_t n);
     int (*sync)(int fd);
     int (*rename)(const char *from, const char *to);

@@ -7,20 +7,35 @@
 
 #include "model/model.h"
 
+#define SPARE_BYTES (1u << 20) /* smaller states are soon touched */
+
 /* ---- host copies ------------------------------------------------------ */
+
+static hx_blob *fill_in(hx_blob *b, hx_spare *spare, size_t n, _Atomic int64_t *total)
+{
+    if (b == NULL)
+        return NULL;
+    atomic_init(&b->ref, 1);
+    b->total = total;
+    b->spare = spare;
+    b->n = n;
+    if (total != NULL)
+        atomic_fetch_add(total, (int64_t)n);
+    return b;
+}
 
 hx_blob *hx_blob_new(size_t n, _Atomic int64_t *total)
 {
     hx_blob *b = n <= SIZE_MAX / 2 ? hx_realloc(NULL, sizeof *b + n) : NULL;
 
-    if (b == NULL)
-        return NULL;
-    atomic_init(&b->ref, 1);
-    b->total = total;
-    b->n = n;
-    if (total != NULL)
-        atomic_fetch_add(total, (int64_t)n);
-    return b;
+    return fill_in(b, NULL, n, total);
+}
+
+hx_blob *hx_prefix_new_state(hx_prefix_tree *t, size_t n)
+{
+    hx_blob *b = t->spare != NULL ? hx_spare_take(t->spare, n) : NULL;
+
+    return b != NULL ? fill_in(b, t->spare, n, &t->host) : hx_blob_new(n, &t->host);
 }
 
 hx_blob *hx_blob_ref(hx_blob *b)
@@ -35,7 +50,10 @@ void hx_blob_unref(hx_blob *b)
         return;
     if (b->total != NULL)
         atomic_fetch_sub(b->total, (int64_t)b->n);
-    hx_free(b);
+    if (b->spare != NULL)
+        hx_spare_give(b->spare, b);
+    else
+        hx_free(b);
 }
 
 /* ---- nodes ------------------------------------------------------------ */
@@ -743,7 +761,7 @@ static hx_blob *state_of(hx_prefix_tree *t, const hx_prefix_have *h)
         return hx_blob_ref(h->state);
     const uint64_t n = hx_cache_state_bytes(c, c->slot[h->slot].pend);
     const size_t more = h->hidden != NULL ? t->hidden_bytes : 0;
-    hx_blob *b = hx_prefix_room(t, n + more) ? hx_blob_new(n + more, &t->host) : NULL;
+    hx_blob *b = hx_prefix_room(t, n + more) ? hx_prefix_new_state(t, n + more) : NULL;
 
     if (b == NULL || hx_cache_state_get(c, h->slot, b->p, NULL) != 0) {
         hx_blob_unref(b);
@@ -918,6 +936,13 @@ int hx_prefix_open(hx_prefix_tree **out, struct hx_cache *c, uint64_t host_max,
         hx_free(t);
         return hx_fail(err, HX_ENOMEM, "prefix tree: no memory");
     }
+    const size_t state = (size_t)hx_cache_state_bytes(c, 1) + hidden_bytes;
+    const int rc = state >= SPARE_BYTES ? hx_spare_open(&t->spare, state, err) : 0;
+    if (rc != 0) {
+        hx_free(t->ghost);
+        hx_free(t);
+        return rc;
+    }
     t->cache = c;
     t->host_max = (int64_t)HX_MIN(host_max, (uint64_t)INT64_MAX / 2);
     t->hidden_bytes = hidden_bytes;
@@ -942,6 +967,7 @@ void hx_prefix_close(hx_prefix_tree *t)
     while (t->root.child != NULL)
         drop_branch(t, t->root.child);
     t->cache->reclaim = NULL;
+    hx_spare_close(t->spare);
     hx_free(t->scratch);
     hx_free(t->ghost);
     hx_free(t);

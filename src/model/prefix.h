@@ -22,6 +22,7 @@ struct hx_cache;
 typedef struct {
     _Atomic int32_t ref;
     _Atomic int64_t *total; /* what counts them all, or NULL */
+    struct hx_spare *spare; /* where its memory goes, or NULL */
     size_t n;
     uint8_t p[];
 } hx_blob;
@@ -29,6 +30,14 @@ typedef struct {
 hx_blob *hx_blob_new(size_t n, _Atomic int64_t *total); /* not zeroed; NULL: no memory */
 hx_blob *hx_blob_ref(hx_blob *b);
 void hx_blob_unref(hx_blob *b); /* NULL is fine. Thread: any */
+
+/* spare.c: memory for blobs of at most bytes, touched ahead. Close it after the last of them.
+ * Thread: any. */
+typedef struct hx_spare hx_spare;
+int hx_spare_open(hx_spare **out, size_t bytes, hx_err *err);
+void hx_spare_close(hx_spare *s);
+hx_blob *hx_spare_take(hx_spare *s, size_t n); /* not filled in; NULL: none is ready */
+void hx_spare_give(hx_spare *s, hx_blob *b);
 
 /* ---- nodes ------------------------------------------------------------ */
 
@@ -87,6 +96,7 @@ typedef struct {
     int64_t redundant; /* bytes of host copies whose page is on the device too */
     int64_t pinned_pages;
     size_t hidden_bytes;
+    hx_spare *spare;   /* memory of states, or NULL */
     uint64_t *ghost;   /* [HX_GHOST] paths that were given up, by their low bits */
     hx_node **scratch; /* [n_scratch] */
     int64_t n_scratch;
@@ -103,6 +113,8 @@ typedef struct {
 
 /* host_max: bytes of snapshots and parked pages. Becomes the cache's reclaim. The cache
  * must outlive it. */
+/* Memory for a state of n bytes, counted; NULL: none. */
+hx_blob *hx_prefix_new_state(hx_prefix_tree *t, size_t n);
 int hx_prefix_open(hx_prefix_tree **out, struct hx_cache *c, uint64_t host_max,
                    size_t hidden_bytes, hx_err *err);
 void hx_prefix_close(hx_prefix_tree *t);

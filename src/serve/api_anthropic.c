@@ -691,8 +691,9 @@ static void put_head(hx_sb *b, const message *m)
     hx_sb_str(b, ",\"content\":[");
 }
 
-static void reply_whole(message *m)
+static void reply_whole(void *ud)
 {
+    message *m = ud;
     hx_sb b = { 0 };
 
     put_head(&b, m);
@@ -813,41 +814,30 @@ static void on_event(void *ud, const hx_gen_event *ev, hx_sb *out)
     out->bad = out->bad || m->blocks.bad;
 }
 
-static void end_stream(message *m, int rc)
-{
-    hx_sb out = { 0 };
-
-    if (rc == HX_ECANCEL) {
-        m->c->status = 499;
-    } else if (rc != 0) {
-        hx_sb_str(&out, "event: error\ndata: ");
-        hx_anthropic_write_problem(&out, &m->c->problem);
-        hx_sb_str(&out, "\n\n");
-        if (!out.bad)
-            hx_http_send(m->c->x, (hx_str) { out.p, out.n });
-    }
-    hx_http_end(m->c->x);
-    hx_sb_free(&out);
-}
-
 static int on_end(void *ud, int rc)
 {
     message *m = ud;
 
-    if (m->req.stream) {
-        end_stream(m, rc);
-        rc = 0;
-    } else if (rc == 0) {
-        reply_whole(m);
-    } else if (rc == HX_ECANCEL) {
-        hx_server_reply_gone(m->c);
-        rc = 0;
-    }
+    rc = hx_server_end(m->c, rc, HX_STR(""), reply_whole, m);
     hx_blocks_free(&m->blocks);
     return rc;
 }
 
-static const char ping[] = "event: ping\ndata: {\"type\":\"ping\"}\n\n";
+#define PING "event: ping\ndata: {\"type\":\"ping\"}\n\n"
+
+static void write_error(const hx_call *c, hx_sb *out)
+{
+    hx_sb_str(out, "event: error\ndata: ");
+    hx_anthropic_write_problem(out, &c->problem);
+    hx_sb_str(out, "\n\n");
+}
+
+/* Clients drop pings before they look at the order of events. */
+const hx_stream_form hx_anthropic_stream = {
+    .type = "text/event-stream; charset=utf-8",
+    .idle = { PING, sizeof PING - 1 },
+    .problem = write_error,
+};
 
 static void begin_stream(message *m)
 {
@@ -861,10 +851,8 @@ static void begin_stream(message *m)
     put_usage(&out, m->c->n_prompt, &m->sum);
     hx_sb_char(&out, '}');
     end_event(m);
-    hx_sb_str(&out, ping);
-    m->c->status = 200;
-    hx_http_begin_stream(m->c->x, "text/event-stream; charset=utf-8",
-                         (hx_str) { ping, sizeof ping - 1 });
+    hx_sb_str(&out, PING);
+    hx_server_begin_stream(m->c, (hx_str) { NULL, 0 });
     hx_http_send(m->c->x, (hx_str) { out.p, out.n });
     hx_sb_free(&out);
 }
@@ -900,7 +888,7 @@ int hx_anthropic_messages(hx_call *c)
                                               .end = on_end,
                                               .ud = m,
                                               .stream = m->req.stream,
-                                              .waiting = HX_STR(ping) });
+                                              .waiting = HX_STR(PING) });
 }
 
 int hx_anthropic_count(hx_call *c)

@@ -298,8 +298,9 @@ static choice *pick(completion *t, int32_t prompt, int32_t i)
     return best;
 }
 
-static void reply_whole(completion *t)
+static void reply_whole(void *ud)
 {
+    completion *t = ud;
     hx_sb b = { 0 };
 
     hx_openai_write_head(&b, t->c, "cmpl-", "text_completion", t->req.model);
@@ -317,8 +318,7 @@ static void begin(completion *t)
     if (t->req.stream) {
         hx_sb_str(&t->head, "data: ");
         hx_openai_write_head(&t->head, t->c, "cmpl-", "text_completion", t->req.model);
-        t->c->status = 200;
-        hx_http_begin_events(t->c->x);
+        hx_server_begin_stream(t->c, (hx_str) { NULL, 0 });
     }
     for (int32_t i = 0; t->req.echo && i < t->n_choice; i++)
         put_text(t, i, t->text[i / t->req.n], &out);
@@ -344,17 +344,13 @@ static void free_all(completion *t)
 static int on_end(void *ud, int rc)
 {
     completion *t = ud;
+    hx_sb last = { 0 };
 
-    if (t->req.stream && t->c->status == 200) {
-        hx_openai_end_stream(t->c, rc, (hx_str) { t->head.p, t->head.n },
-                             t->req.usage ? &t->sum : NULL);
-        rc = 0;
-    } else if (rc == 0) {
-        reply_whole(t);
-    } else if (rc == HX_ECANCEL) {
-        hx_server_reply_gone(t->c);
-        rc = 0;
-    }
+    hx_openai_write_last(&last, (hx_str) { t->head.p, t->head.n },
+                         t->req.usage ? &t->sum : NULL);
+    rc = hx_server_end(t->c, rc, (hx_str) { last.p, last.bad ? 0 : last.n }, reply_whole,
+                       t);
+    hx_sb_free(&last);
     free_all(t);
     return rc;
 }
@@ -474,5 +470,7 @@ int hx_completions(hx_call *c)
              hx_arena_alloc(&c->arena, (size_t)t->n_choice * sizeof *t->choice)) == NULL)
         return no_memory(c, "prompt");
     c->state = t;
-    return t->req.echo && t->logprobs ? hx_server_defer(c, score_and_answer) : answer(t);
+    return t->req.echo && t->logprobs
+               ? hx_server_defer(c, score_and_answer, t->req.stream)
+               : answer(t);
 }

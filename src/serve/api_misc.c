@@ -151,10 +151,8 @@ static int embed_all(hx_call *c)
     int rc;
 
     for (int32_t i = 0; i < e->inputs.n; i++) {
-        if (hx_http_gone(c->x)) {
-            hx_server_reply_gone(c);
-            return 0;
-        }
+        if (hx_http_gone(c->x))
+            return hx_server_end(c, HX_ECANCEL, HX_STR(""), NULL, NULL);
         if ((rc = embed(c, e, i)) != 0)
             return rc;
     }
@@ -215,7 +213,7 @@ static int begin_embedding(hx_call *c, const char *param, int kinds, embedding *
     if (e->vector == NULL)
         return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
     c->state = e;
-    return hx_server_defer(c, embed_all);
+    return hx_server_defer(c, embed_all, false);
 }
 
 int hx_embeddings(hx_call *c)

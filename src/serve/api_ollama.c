@@ -358,8 +358,9 @@ static void on_event(void *ud, const hx_gen_event *ev, hx_sb *out)
     }
 }
 
-static void reply_whole(ollama *o)
+static void reply_whole(void *ud)
 {
+    ollama *o = ud;
     hx_sb b = { 0 };
 
     put_head(o, &b);
@@ -372,35 +373,33 @@ static void reply_whole(ollama *o)
     hx_sb_free(&b);
 }
 
-static void end_stream(ollama *o, int rc)
+static void write_error(const hx_call *c, hx_sb *out)
 {
-    hx_sb last = { 0 };
-
-    if (rc == HX_ECANCEL) {
-        o->c->status = 499;
-    } else if (rc != 0) {
-        hx_ollama_write_problem(&last, &o->c->problem);
-        hx_sb_char(&last, '\n');
-        hx_http_send(o->c->x, (hx_str) { last.p, last.n });
-    }
-    hx_http_end(o->c->x);
-    hx_sb_free(&last);
+    hx_ollama_write_problem(out, &c->problem);
+    hx_sb_char(out, '\n');
 }
+
+#define IDLE_CHAT                                                                        \
+    "{\"message\":{\"role\":\"assistant\",\"content\":\"\"},\"done\":false}\n"
+#define IDLE_TEXT "{\"response\":\"\",\"done\":false}\n"
+
+const hx_stream_form hx_ollama_chat_stream = { .type = LINES,
+                                               .idle = { IDLE_CHAT,
+                                                         sizeof IDLE_CHAT - 1 },
+                                               .problem = write_error,
+                                               .usual = true };
+const hx_stream_form hx_ollama_generate_stream = { .type = LINES,
+                                                   .idle = { IDLE_TEXT,
+                                                             sizeof IDLE_TEXT - 1 },
+                                                   .problem = write_error,
+                                                   .usual = true };
 
 static int on_end(void *ud, int rc)
 {
     ollama *o = ud;
     hx_sb *all[] = { &o->head, &o->idle, &o->text, &o->thinking, &o->calls, &o->call };
 
-    if (o->req.stream && o->c->status == 200) {
-        end_stream(o, rc);
-        rc = 0;
-    } else if (rc == 0) {
-        reply_whole(o);
-    } else if (rc == HX_ECANCEL) {
-        hx_server_reply_gone(o->c);
-        rc = 0;
-    }
+    rc = hx_server_end(o->c, rc, HX_STR(""), reply_whole, o);
     for (size_t i = 0; i < HX_LEN(all); i++)
         hx_sb_free(all[i]);
     return rc;
@@ -488,7 +487,10 @@ static int answer_load(ollama *o)
     hx_sb_str(&b, ",\"done\":true,\"done_reason\":\"load\"}");
     if (o->req.stream)
         hx_sb_char(&b, '\n');
-    hx_server_reply_json(o->c, &b);
+    if (o->c->begun) /* while it was loaded */
+        hx_server_end(o->c, 0, (hx_str) { b.p, b.bad ? 0 : b.n }, NULL, NULL);
+    else
+        hx_server_reply_json(o->c, &b);
     hx_sb_free(&b);
     hx_sb_free(&o->head);
     return 0;
@@ -572,8 +574,7 @@ static int run(ollama *o, bool load)
         return on_end(o, rc);
     if (o->req.stream) {
         say(o, HX_STR(""), HX_STR(""), HX_STR(""), &o->idle);
-        c->status = 200;
-        hx_http_begin_stream(c->x, LINES, (hx_str) { o->idle.p, o->idle.n });
+        hx_server_begin_stream(c, (hx_str) { o->idle.p, o->idle.n });
         hx_http_send(c->x, HX_STR(""));
     }
     return hx_gen_start(

@@ -776,8 +776,9 @@ static void put_message_json(hx_sb *b, const choice *k)
     b->bad = b->bad || k->content.bad || k->reasoning.bad || k->logprobs.bad;
 }
 
-static void reply_whole(chat *t)
+static void reply_whole(void *ud)
 {
+    chat *t = ud;
     hx_sb b = { 0 };
 
     hx_openai_write_head_of(&b, t->id, "chat.completion", t->req.model);
@@ -853,8 +854,7 @@ static void begin_stream(chat *t)
 
     hx_sb_str(&t->head, "data: ");
     hx_openai_write_head_of(&t->head, t->id, "chat.completion.chunk", t->req.model);
-    t->c->status = 200;
-    hx_http_begin_events(t->c->x);
+    hx_server_begin_stream(t->c, (hx_str) { NULL, 0 });
     for (int32_t i = 0; i < t->req.n; i++) {
         begin_chunk(t, i, &out);
         hx_sb_str(&out, "\"role\":\"assistant\",\"content\":\"\"");
@@ -864,28 +864,27 @@ static void begin_stream(chat *t)
     hx_sb_free(&out);
 }
 
-void hx_openai_end_stream(hx_call *c, int rc, hx_str head, const hx_openai_sum *sum)
+static void write_problem(const hx_call *c, hx_sb *out)
 {
-    hx_sb last = { 0 };
+    hx_sb_str(out, "data: ");
+    hx_server_write_problem(out, &c->problem);
+    hx_sb_str(out, "\n\n");
+}
 
-    if (rc == 0 && sum != NULL) {
-        hx_sb_add(&last, head.p, head.n);
-        hx_openai_write_tail(&last, sum);
-        hx_sb_str(&last, "\n\n");
+const hx_stream_form hx_openai_stream = {
+    .type = "text/event-stream; charset=utf-8",
+    .idle = { ": keepalive\n\n", 13 },
+    .problem = write_problem,
+};
+
+void hx_openai_write_last(hx_sb *b, hx_str head, const hx_openai_sum *sum)
+{
+    if (sum != NULL) {
+        hx_sb_add(b, head.p, head.n);
+        hx_openai_write_tail(b, sum);
+        hx_sb_str(b, "\n\n");
     }
-    if (rc == 0) {
-        hx_sb_str(&last, "data: [DONE]\n\n");
-    } else if (rc == HX_ECANCEL) {
-        c->status = 499;
-    } else {
-        hx_sb_str(&last, "data: ");
-        hx_server_write_problem(&last, &c->problem);
-        hx_sb_str(&last, "\n\n");
-    }
-    if (!last.bad)
-        hx_http_send(c->x, (hx_str) { last.p, last.n });
-    hx_http_end(c->x);
-    hx_sb_free(&last);
+    hx_sb_str(b, "data: [DONE]\n\n");
 }
 
 static void free_choices(chat *t)
@@ -908,17 +907,13 @@ static void free_choices(chat *t)
 static int on_end(void *ud, int rc)
 {
     chat *t = ud;
+    hx_sb last = { 0 };
 
-    if (t->req.stream) {
-        hx_openai_end_stream(t->c, rc, (hx_str) { t->head.p, t->head.n },
-                             t->req.usage ? &t->sum : NULL);
-        rc = 0;
-    } else if (rc == 0) {
-        reply_whole(t);
-    } else if (rc == HX_ECANCEL) {
-        hx_server_reply_gone(t->c);
-        rc = 0;
-    }
+    hx_openai_write_last(&last, (hx_str) { t->head.p, t->head.n },
+                         t->req.usage ? &t->sum : NULL);
+    rc = hx_server_end(t->c, rc, (hx_str) { last.p, last.bad ? 0 : last.n }, reply_whole,
+                       t);
+    hx_sb_free(&last);
     free_choices(t);
     return rc;
 }

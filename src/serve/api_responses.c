@@ -855,7 +855,11 @@ static int make(hx_call *c, reader *d)
 
     if (r == NULL)
         return no_memory(c);
-    *r = (hx_responder) { .c = c, .req = { .chat = true }, .store = true };
+    *r = (hx_responder) {
+        .c = c, .req = { .chat = true }, .created_s = (int64_t)time(NULL), .store = true
+    };
+    hx_server_new_id(c->server, "resp_", r->id);
+    c->state = r;
     *d = (reader) { .c = c, .r = r };
     return hx_turns_rename(c, names, read_request(d));
 }
@@ -867,8 +871,6 @@ int hx_responses_create(hx_call *c)
 
     if ((rc = make(c, &d)) != 0 || (rc = write_echo(d.r)) != 0)
         return rc;
-    hx_server_new_id(c->server, "resp_", d.r->id);
-    d.r->created_s = (int64_t)time(NULL);
     if ((rc = hx_gen_open(&d.r->gen, c, &d.r->req)) != 0)
         return hx_turns_rename(c, names, rc);
     return hx_responses_start(d.r, d.input, d.n_input);

@@ -504,26 +504,37 @@ static void keep(hx_responder *r, const hx_problem *problem)
     hx_free(item);
 }
 
-static void send_failure(hx_responder *r)
+static void write_failure(const hx_call *c, hx_sb *out)
 {
-    const hx_problem *p = &r->c->problem;
-    hx_sb out = { 0 };
+    const hx_problem *p = &c->problem;
+    hx_responder none = { .created_s = (int64_t)time(NULL) };
+    hx_responder *r = c->state != NULL ? c->state : &none;
 
-    r->out = &out;
+    if (r == &none) /* the request was not even read */
+        hx_server_new_id(c->server, "resp_", none.id);
+    r->out = out;
     begin_event(r, "error");
-    hx_sb_printf(&out, ",\"code\":\"%s\",\"message\":",
-                 p->code != NULL ? p->code : "server_error");
-    hx_json_put_str(&out, hx_str_c(p->msg));
-    hx_sb_str(&out, ",\"param\":null");
+    hx_sb_printf(
+        out, ",\"code\":\"%s\",\"message\":", p->code != NULL ? p->code : "server_error");
+    hx_json_put_str(out, hx_str_c(p->msg));
+    hx_sb_str(out, ",\"param\":");
+    if (p->param[0] != '\0')
+        hx_json_put_str(out, hx_str_c(p->param));
+    else
+        hx_sb_str(out, "null");
     end_event(r);
     send_response(r, "response.failed", p);
-    if (!out.bad)
-        hx_http_send(r->c->x, (hx_str) { out.p, out.n });
-    hx_sb_free(&out);
 }
 
-static void reply_whole(hx_responder *r)
+const hx_stream_form hx_responses_stream = {
+    .type = "text/event-stream; charset=utf-8",
+    .idle = { ": keepalive\n\n", 13 },
+    .problem = write_failure,
+};
+
+static void reply_whole(void *ud)
 {
+    hx_responder *r = ud;
     hx_sb b = { 0 };
 
     put_response(&b, r, NULL);
@@ -544,22 +555,11 @@ static int on_end(void *ud, int rc)
     }
     if (r->store)
         keep(r, rc != 0 && !gone ? &c->problem : NULL);
-    if (r->req.stream) {
-        if (gone)
-            c->status = 499;
-        else if (rc != 0)
-            send_failure(r);
-        hx_http_end(c->x);
-        rc = 0;
-    } else if (gone) {
-        hx_server_reply_gone(c);
-        rc = 0;
-    } else if (rc == 0) {
-        reply_whole(r);
-    }
+    if (hx_server_end(c, rc, HX_STR(""), reply_whole, r) != 0)
+        hx_server_reply_problem(c); /* which shows the blocks so far */
     hx_blocks_free(&r->blocks);
     hx_sb_free(&r->logprobs);
-    return rc;
+    return 0;
 }
 
 /* Under its id before the first event shows it to anybody. */
@@ -598,9 +598,8 @@ static int begin_stream(hx_responder *r, hx_str *waiting)
     send_response(r, "response.in_progress", NULL);
     again = out.bad ? NULL : hx_arena_dup(&c->arena, out.p + first, out.n - first);
     if (again != NULL) {
-        c->status = 200;
         *waiting = (hx_str) { again, out.n - first };
-        hx_http_begin_stream(c->x, "text/event-stream; charset=utf-8", *waiting);
+        hx_server_begin_stream(c, *waiting);
         hx_http_send(c->x, (hx_str) { out.p, out.n });
     } else if (r->store) {
         hx_response_store_remove(hx_server_responses(c->server), hx_str_c(r->id));

@@ -362,8 +362,9 @@ static void on_event(void *ud, const hx_gen_event *ev, hx_sb *out)
     out->bad = out->bad || k->text.bad || k->out.values.bad || k->out.tops.bad;
 }
 
-static void reply_whole(request *t)
+static void reply_whole(void *ud)
 {
+    request *t = ud;
     hx_sb b = { 0 };
 
     if (t->array)
@@ -403,15 +404,7 @@ static int on_end(void *ud, int rc)
 {
     request *t = ud;
 
-    if (t->req.stream && t->c->status == 200) {
-        hx_openai_end_stream(t->c, rc, HX_STR(""), NULL);
-        rc = 0;
-    } else if (rc == 0) {
-        reply_whole(t);
-    } else if (rc == HX_ECANCEL) {
-        hx_server_reply_gone(t->c);
-        rc = 0;
-    }
+    rc = hx_server_end(t->c, rc, HX_STR("data: [DONE]\n\n"), reply_whole, t);
     free_all(t);
     return rc;
 }
@@ -584,8 +577,7 @@ static int answer_request(request *t)
     if (!t->no_answer && (rc = hx_gen_open(&gen, t->c, &t->req)) != 0)
         return on_end(t, rc);
     if (t->req.stream) {
-        t->c->status = 200;
-        hx_http_begin_events(t->c->x);
+        hx_server_begin_stream(t->c, (hx_str) { NULL, 0 });
         hx_http_send(t->c->x, HX_STR(""));
     }
     if (t->no_answer)
@@ -628,8 +620,9 @@ int hx_sglang_generate(hx_call *c)
     for (int32_t i = 0; i < t->n_answer; i++)
         hx_server_new_id(c->server, "", t->answer[i].id);
     c->state = t;
-    return t->start >= 0 || t->n_pick > 0 ? hx_server_defer(c, score_and_answer)
-                                          : answer_request(t);
+    return t->start >= 0 || t->n_pick > 0
+               ? hx_server_defer(c, score_and_answer, t->req.stream)
+               : answer_request(t);
 }
 
 /* ---- about the server --------------------------------------------------- */

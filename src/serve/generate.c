@@ -211,6 +211,8 @@ static int submit(hx_gen *g, answer *a)
     r.grammar_after = a->reasoning ? g->think_end : 0;
     r.think_end = a->reasoning ? HX_MAX(g->think_end, 0) : 0;
     r.think_max = think_max(&g->req);
+    if (g->req.unpin)
+        hx_unpin(g->call->engine, r.tokens, r.n_tokens, NULL);
     rc = hx_submit(g->call->engine, &r, &a->stream, &err);
     if (rc != 0 && rc != HX_EBUSY && rc != HX_ENOMEM && g->req.grammar_optional) {
         r.grammar_kind = HX_GRAMMAR_NONE;

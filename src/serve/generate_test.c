@@ -257,6 +257,50 @@ static void test_loop_guard(void **state)
     stop(f);
 }
 
+/* What every dialect takes, at its own place. */
+static void test_everywhere(void **state)
+{
+#define SAID "[[{repeat=300}</think>|again| and| and]]"
+#define CHAT "\"messages\":[{\"role\":\"user\",\"content\":\"" SAID "\"}]"
+    static const struct {
+        const char *path, *before, *after; /* the field goes between them */
+    } ways[] = {
+        { "/v1/chat/completions", "{" CHAT, "}" },
+        { "/v1/completions", "{\"max_tokens\":2000,\"prompt\":\"" SAID "\"", "}" },
+        { "/v1/responses", "{\"input\":\"" SAID "\"", "}" },
+        { "/v1/messages", "{\"max_tokens\":2000," CHAT, "}" },
+        { "/generate",
+          "{\"text\":\"" SAID "\",\"sampling_params\":{\"max_new_tokens\":2000", "}}" },
+        { "/api/chat", "{\"stream\":false," CHAT ",\"options\":{\"top_k\":0", "}}" },
+        { "/api/generate",
+          "{\"stream\":false,\"prompt\":\"" SAID "\",\"options\":{\"top_k\":0", "}}" },
+    };
+    static const char *const field[] = { "", ",\"loop_guard\":true", ",\"pin\":true",
+                                         ",\"pin\":false" };
+    fixture *f = start(NULL, 4, 16, 8192);
+
+    (void)state;
+    for (int i = 0; i < (int)HX_LEN(ways); i++) {
+        size_t bytes[HX_LEN(field)];
+
+        for (size_t k = 0; k < HX_LEN(field); k++) {
+            char body[400];
+
+            snprintf(body, sizeof body, "%s%s%s", ways[i].before, field[k],
+                     ways[i].after);
+            response *r = post(f, ways[i].path, body);
+            if (r->status != 200)
+                fail_msg("%s: %s", body, r->body.p);
+            bytes[k] = r->body.n;
+            done(r);
+        }
+        assert_true(bytes[1] < bytes[0] * 3 / 4 && bytes[2] > bytes[0] * 3 / 4);
+        assert_int_equal(f->engine->n_pin, i + 1);
+        assert_int_equal(f->engine->n_unpin, i + 1);
+    }
+    stop(f);
+}
+
 static void test_loop(void **state)
 {
     (void)state;
@@ -575,8 +619,9 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_tool_choice),  cmocka_unit_test(test_budget),
         cmocka_unit_test(test_end_thinking), cmocka_unit_test(test_loop_guard),
-        cmocka_unit_test(test_loop),         cmocka_unit_test(test_cuts),
-        cmocka_unit_test(test_large),        cmocka_unit_test(test_no_leaks),
+        cmocka_unit_test(test_everywhere),   cmocka_unit_test(test_loop),
+        cmocka_unit_test(test_cuts),         cmocka_unit_test(test_large),
+        cmocka_unit_test(test_no_leaks),
     };
 
     return cmocka_run_group_tests_name("generate", tests, NULL, NULL);

@@ -828,8 +828,11 @@ static void on_wake(uv_async_t *async)
     const int64_t stop_ms = atomic_exchange(&h->stop_ms, -1);
     conn *c, *next;
 
-    if (stop_ms >= 0)
+    if (stop_ms >= 0) {
         begin_drain(h, stop_ms);
+        if (h->opt.on_stop != NULL)
+            h->opt.on_stop(h->ud);
+    }
     uv_mutex_lock(&h->lock);
     c = h->ready;
     h->ready = NULL;
@@ -881,12 +884,6 @@ void hx_http_reply(hx_exchange *x, int status, const char *type, const char *hea
     answer(x->conn, &head, body);
 }
 
-void hx_http_begin_events(hx_exchange *x)
-{
-    hx_http_begin_stream(x, "text/event-stream; charset=utf-8",
-                         HX_STR(": keepalive\n\n"));
-}
-
 void hx_http_begin_stream(hx_exchange *x, const char *type, hx_str keepalive)
 {
     conn *c = x->conn;
@@ -901,8 +898,12 @@ void hx_http_begin_stream(hx_exchange *x, const char *type, hx_str keepalive)
     };
     hx_sb b = { 0 };
 
-    if (c->begun)
+    if (c->begun) {
+        uv_mutex_lock(&c->h->lock);
+        c->keepalive = keepalive;
+        uv_mutex_unlock(&c->h->lock);
         return;
+    }
     /* On HTTP/1.0 the end of the connection is the end of the stream. */
     c->keep = c->keep && c->minor > 0 && !atomic_load(&c->h->stopping);
     head.keep_alive = c->keep;

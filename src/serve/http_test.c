@@ -118,11 +118,17 @@ static bool say(server *s, hx_exchange *x, hx_str bytes, sem_t *news)
     return state == HX_HTTP_OPEN;
 }
 
+static void begin_events(hx_exchange *x)
+{
+    hx_http_begin_stream(x, "text/event-stream; charset=utf-8",
+                         HX_STR(": keepalive\n\n"));
+}
+
 static void begin(hx_exchange *x, sem_t *news)
 {
     sem_init(news, 0, 0);
     hx_http_on_news(x, post_news, news);
-    hx_http_begin_events(x);
+    begin_events(x);
 }
 
 static void end(hx_exchange *x, sem_t *news)
@@ -159,7 +165,7 @@ static void note_gone(void *ud)
 static void silent(server *s, hx_exchange *x)
 {
     hx_http_on_news(x, note_gone, s);
-    hx_http_begin_events(x);
+    begin_events(x);
     hx_http_flush(s->h);
     for (int i = 0; i < 10000 && !hx_http_gone(x); i++)
         nap(1000);
@@ -1908,7 +1914,7 @@ static void test_cost_step(void **state)
     while (atomic_load(&s.n_gathered) < N)
         nap(1000);
     for (int i = 0; i < N; i++)
-        hx_http_begin_events(s.gathered[i]);
+        begin_events(s.gathered[i]);
     looping = cpu_us(loop_clock);
     for (int step = 0; step < STEPS; step++) {
         const int64_t t0 = cpu_us(CLOCK_THREAD_CPUTIME_ID);

@@ -459,27 +459,16 @@ int hx_params_thinking(hx_call *c, hx_generate *g)
 int hx_params_sampling(hx_call *c, hx_generate *g)
 {
     hx_request *r = &g->sampling;
-    bool skip_special = true;
     int rc;
 
     r->temperature = c->info->temperature;
     r->top_p = c->info->top_p;
     r->top_k = c->info->top_k;
     g->model = hx_server_model_name(c->server);
-    if ((rc = read_numbers(c, r)) != 0 || (rc = read_integers(c, g)) != 0 ||
-        (rc = read_stop(c, r)) != 0 || (rc = read_stop_ids(c, r)) != 0 ||
-        (rc = read_bias(c, r)) != 0 || (rc = read_constraints(c, g)) != 0 ||
-        (rc = read_stream(c, g)) != 0 ||
-        (rc = hx_params_bool(c, c->body, "ignore_eos", &r->ignore_eos)) != 0 ||
-        (rc = hx_params_bool(c, c->body, "loop_guard", &g->loop_guard)) != 0 ||
-        (rc = hx_params_bool(c, c->body, "skip_special_tokens", &skip_special)) != 0 ||
-        (rc = hx_params_str(c, c->body, "model", &g->model)) != 0)
+    if ((rc = hx_params_shared(c, c->body, g)) != 0 || (rc = read_integers(c, g)) != 0 ||
+        (rc = read_constraints(c, g)) != 0 || (rc = read_stream(c, g)) != 0)
         return rc;
-    g->keep_special = !skip_special;
-    /* The engine takes 0 for off; asked for, it means the smallest nucleus: one token. */
-    if (r->top_p == 0 && hx_params_get(c->body, "top_p") != NULL)
-        r->top_p = 1e-6f;
-    return 0;
+    return hx_params_str(c, c->body, "model", &g->model);
 }
 
 /* ---- for dialects with names of their own -------------------------------- */
@@ -506,18 +495,23 @@ int hx_params_shared(hx_call *c, const hx_json *obj, hx_generate *g)
 {
     hx_json *body = c->body;
     hx_request *r = &g->sampling;
-    bool skip_special = !g->keep_special;
+    bool skip_special = !g->keep_special, pin = false;
     int rc;
 
     c->body = (hx_json *)(uintptr_t)obj;
     if ((rc = read_numbers(c, r)) == 0 && (rc = read_stop(c, r)) == 0 &&
         (rc = read_stop_ids(c, r)) == 0 && (rc = read_bias(c, r)) == 0 &&
-        (rc = hx_params_bool(c, obj, "ignore_eos", &r->ignore_eos)) == 0)
+        (rc = hx_params_bool(c, obj, "ignore_eos", &r->ignore_eos)) == 0 &&
+        (rc = hx_params_bool(c, obj, "loop_guard", &g->loop_guard)) == 0 &&
+        (rc = hx_params_bool(c, obj, "pin", &pin)) == 0)
         rc = hx_params_bool(c, obj, "skip_special_tokens", &skip_special);
     c->body = body;
     g->keep_special = !skip_special;
+    r->pin = pin;
+    g->unpin = !pin && hx_params_get(obj, "pin") != NULL;
+    /* The engine takes 0 for off; asked for, it means the smallest nucleus: one token. */
     if (r->top_p == 0 && hx_params_get(obj, "top_p") != NULL)
-        r->top_p = 1e-6f; /* as in hx_params_sampling() */
+        r->top_p = 1e-6f;
     return rc;
 }
 

@@ -68,6 +68,7 @@ typedef struct {
     /* Loop thread, before a body that is still to come: false answers 401 at once, so that
      * strangers cannot make the server read. NULL: all bodies are read. */
     bool (*admit)(void *ud, const struct hx_exchange *x);
+    void (*on_stop)(void *ud); /* loop thread, after hx_http_stop(); may be NULL */
     int32_t stall_ms; /* [60 s] without taking a byte of what waits, then closed */
 } hx_http_opt;
 
@@ -120,12 +121,10 @@ void hx_http_reply(hx_exchange *x, int status, const char *type, const char *hea
  * never waits: FULL, when the client is more than max_queue_bytes behind, has taken them
  * too, but wants no more until hx_http_on_news() says so; GONE: the client left, or took
  * nothing for stall_ms. What begin and send said goes out with the next flush, one for
- * many streams, or with the end. In silence comments (": keepalive") go out by
- * themselves. */
+ * many streams, or with the end. */
 typedef enum { HX_HTTP_OPEN, HX_HTTP_FULL, HX_HTTP_GONE } hx_http_state;
-void hx_http_begin_events(hx_exchange *x); /* nothing when it has begun */
-/* The same with another content type; keepalive is what goes out in silence, borrowed
- * until the end. */
+/* keepalive is what goes out in silence, borrowed until the end; of a stream that has begun
+ * only that changes. */
 void hx_http_begin_stream(hx_exchange *x, const char *type, hx_str keepalive);
 hx_http_state hx_http_send(hx_exchange *x, hx_str bytes);
 void hx_http_flush(hx_http *h);   /* any thread */
@@ -164,6 +163,15 @@ typedef struct hx_call hx_call;
 typedef int hx_route_fn(hx_call *c);
 #define HX_LATER 1
 
+/* How the streams of a dialect look. */
+typedef struct {
+    const char *type; /* content type */
+    hx_str idle;      /* what goes out in silence */
+    /* Appends the call's problem as the last event. */
+    void (*problem)(const hx_call *c, hx_sb *out);
+    bool usual; /* streams unless the request says otherwise */
+} hx_stream_form;
+
 /* One request. First on a worker, later perhaps on the pump, never on two threads at
  * once; everything in it ends with hx_server_finish(). */
 struct hx_call {
@@ -178,12 +186,12 @@ struct hx_call {
     hx_problem problem;
     hx_problem_fn *put_problem; /* how the dialect shapes errors; NULL: as OpenAI does */
 
-    hx_call *next;    /* in a queue of server.c */
-    hx_route_fn *run; /* what a worker does next */
-    bool slow;        /* run may take long */
-    bool no_body;     /* the request's is not parsed */
-    bool streams;     /* run may answer with an event stream */
-    bool begun;       /* that stream has begun: before run, while the model was loaded */
+    hx_call *next;              /* in a queue of server.c */
+    hx_route_fn *run;           /* what a worker does next */
+    bool slow;                  /* run may take long */
+    bool no_body;               /* the request's is not parsed */
+    const hx_stream_form *form; /* NULL: run never answers with an event stream */
+    bool begun; /* it has: by run, or before it, while the model was loaded */
 
     /* For the log; the exchange ends before it is written. */
     const char *key; /* the name of the client's key, or NULL */
@@ -205,10 +213,15 @@ void hx_server_write_problem(hx_sb *b, const hx_problem *p);
 /* Whole answers; each ends the exchange. gone: nobody reads it; 499 is for the log. */
 void hx_server_reply_problem(hx_call *c);
 void hx_server_reply_json(hx_call *c, const hx_sb *json);
-void hx_server_reply_gone(hx_call *c);
+/* Begins the stream of c's form, or goes on with it; idle: {NULL, 0}: the form's. */
+void hx_server_begin_stream(hx_call *c, hx_str idle);
+/* For hx_gen_sink.end: ends a begun stream, with last where rc is 0, and a call whose
+ * client has gone; else, where rc is 0, whole(ud) answers. Returns what a route does. */
+int hx_server_end(hx_call *c, int rc, hx_str last, void (*whole)(void *ud), void *ud);
 /* Lets a worker go on with run(c), one of few at once: for what may take long without the
- * pump. HX_LATER, or a problem (429: too many wait). */
-int hx_server_defer(hx_call *c, hx_route_fn *run);
+ * pump. stream: the answer is one, which begins now. HX_LATER, or a problem (429: too many
+ * wait). */
+int hx_server_defer(hx_call *c, hx_route_fn *run, bool stream);
 /* Answers what rc says is not yet answered, logs and frees the call. */
 void hx_server_finish(hx_call *c, int rc);
 /* Unique for this server and unguessable: prefix and 24 hex digits. */
@@ -275,6 +288,7 @@ typedef struct {
     bool one_call;          /* parallel_tool_calls: false */
     bool rendered_anew; /* chat: earlier calls as the client gives them, not as sampled */
     bool loop_guard;    /* an answer that only repeats itself is ended */
+    bool unpin;         /* what an earlier request pinned of this prompt is let go */
     bool no_thinking;   /* chat: an opened <think> is closed at once */
     int64_t think_budget;    /* chat: tokens of reasoning at most; 0 and -1: no bound */
     const hx_prompt *prompt; /* [n_prompt] raw prompts; chat: the rendered one, later */
@@ -349,7 +363,8 @@ int hx_params_sampling(hx_call *c, hx_generate *g);
 int hx_params_thinking(hx_call *c, hx_generate *g);
 
 /* The fields that all dialects spell alike, of an object in the body: temperature, top_p,
- * min_p, penalties, stop, stop_token_ids, logit_bias, ignore_eos, skip_special_tokens. */
+ * min_p, penalties, stop, stop_token_ids, logit_bias, ignore_eos, skip_special_tokens,
+ * loop_guard, pin. */
 int hx_params_shared(hx_call *c, const hx_json *obj, hx_generate *g);
 /* The answer keeps to a grammar: its source is the JSON of v, or the text of a string. */
 int hx_params_grammar(hx_call *c, hx_generate *g, hx_grammar_kind kind, const char *param,
@@ -479,9 +494,11 @@ void hx_openai_write_head(hx_sb *b, hx_call *c, const char *prefix, const char *
                           hx_str model);
 void hx_openai_write_head_of(hx_sb *b, const char *id, const char *object, hx_str model);
 void hx_openai_write_tail(hx_sb *b, const hx_openai_sum *s);
-/* Ends an event stream as rc of hx_gen_sink.end says: with the sum, unless that is NULL,
- * and [DONE], or with the call's problem. head: of every chunk, up to its choices. */
-void hx_openai_end_stream(hx_call *c, int rc, hx_str head, const hx_openai_sum *sum);
+/* The end of a stream: a chunk with the sum, unless that is NULL, and [DONE]. head: of
+ * every chunk, up to its choices. */
+void hx_openai_write_last(hx_sb *b, hx_str head, const hx_openai_sum *sum);
+extern const hx_stream_form hx_openai_stream, hx_responses_stream, hx_anthropic_stream,
+    hx_ollama_chat_stream, hx_ollama_generate_stream;
 /* The messages, tools and switches of a chat request as the template's variables. */
 int hx_openai_vars(hx_call *c, hx_generate *g);
 

@@ -57,12 +57,12 @@ struct hx_server {
 struct route {
     const char *method, *path; /* without /v1; a final slash: a name follows */
     hx_route_fn *run;
-    hx_problem_fn *problem; /* NULL: as OpenAI shapes errors */
-    bool no_body;           /* a POST whose body, if any, is not read */
-    bool admin;             /* needs the admin key where there is one */
-    bool open;              /* needs no key */
-    bool early;             /* works without an engine, on the loop thread */
-    bool streams; /* a streamed request waits for the engine, its stream begun */
+    hx_problem_fn *problem;     /* NULL: as OpenAI shapes errors */
+    bool no_body;               /* a POST whose body, if any, is not read */
+    bool admin;                 /* needs the admin key where there is one */
+    bool open;                  /* needs no key */
+    bool early;                 /* works without an engine, on the loop thread */
+    const hx_stream_form *form; /* a streamed request waits for the engine, begun */
 };
 
 /* ---- problems and answers --------------------------------------------- */
@@ -149,6 +149,14 @@ static const char *retry_after(const hx_server *s, char out[40])
     return out;
 }
 
+static void end_stream(hx_call *c, hx_sb *last)
+{
+    if (!last->bad)
+        hx_http_send(c->x, (hx_str) { last->p, last->n });
+    hx_http_end(c->x);
+    hx_sb_free(last);
+}
+
 void hx_server_reply_problem(hx_call *c)
 {
     char later[40];
@@ -158,8 +166,10 @@ void hx_server_reply_problem(hx_call *c)
                           "request: failed without a reason");
     c->status = c->problem.status;
     if (c->begun) {
-        hx_openai_end_stream(c, HX_EARG, HX_STR(""), NULL);
-        hx_http_flush(c->server->http);
+        hx_sb out = { 0 };
+
+        c->form->problem(c, &out);
+        end_stream(c, &out);
         return;
     }
     reply_problem(c, c->status == 429 || c->status == 503 ? retry_after(c->server, later)
@@ -174,14 +184,35 @@ void hx_server_reply_json(hx_call *c, const hx_sb *json)
         hx_server_reply_problem(c);
         return;
     }
+    hx_assert(!c->begun);
     c->status = 200;
     hx_http_reply(c->x, 200, JSON, NULL, (hx_str) { json->p, json->n });
 }
 
-void hx_server_reply_gone(hx_call *c)
+void hx_server_begin_stream(hx_call *c, hx_str idle)
 {
-    c->status = 499;
-    hx_http_reply(c->x, 499, NULL, NULL, (hx_str) { NULL, 0 });
+    c->status = 200;
+    c->begun = true;
+    hx_http_begin_stream(c->x, c->form->type, idle.n > 0 ? idle : c->form->idle);
+}
+
+/* Nobody reads what is said to who has gone; 499 is for the log. */
+int hx_server_end(hx_call *c, int rc, hx_str last, void (*whole)(void *ud), void *ud)
+{
+    if (rc == HX_ECANCEL)
+        c->status = 499;
+    if (rc != 0 && rc != HX_ECANCEL)
+        return rc;
+    if (c->begun) {
+        if (rc == 0)
+            hx_http_send(c->x, last);
+        hx_http_end(c->x);
+    } else if (rc == 0) {
+        whole(ud);
+    } else {
+        hx_http_reply(c->x, 499, NULL, NULL, (hx_str) { NULL, 0 });
+    }
+    return 0;
 }
 
 uint64_t hx_server_random(hx_server *s)
@@ -443,13 +474,19 @@ static const route routes[] = {
     { .method = "POST",
       .path = "/chat/completions",
       .run = hx_openai_chat,
-      .streams = true },
+      .form = &hx_openai_stream },
     { .method = "POST",
       .path = "/chat/completions/",
       .run = hx_openai_act,
       .no_body = true },
-    { .method = "POST", .path = "/completions", .run = hx_completions, .streams = true },
-    { .method = "POST", .path = "/responses", .run = hx_responses_create },
+    { .method = "POST",
+      .path = "/completions",
+      .run = hx_completions,
+      .form = &hx_openai_stream },
+    { .method = "POST",
+      .path = "/responses",
+      .run = hx_responses_create,
+      .form = &hx_responses_stream },
     { .method = "POST", .path = "/responses/input_tokens", .run = hx_responses_count },
     { .method = "GET", .path = "/responses/", .run = hx_responses_retrieve },
     { .method = "DELETE", .path = "/responses/", .run = hx_responses_delete },
@@ -457,6 +494,7 @@ static const route routes[] = {
     { .method = "POST",
       .path = "/messages",
       .run = hx_anthropic_messages,
+      .form = &hx_anthropic_stream,
       .problem = hx_anthropic_write_problem },
     { .method = "POST",
       .path = "/messages/count_tokens",
@@ -468,7 +506,10 @@ static const route routes[] = {
     { .method = "POST", .path = "/embeddings", .run = hx_embeddings },
     { .method = "GET", .path = "/props", .run = hx_misc_props },
     { .method = "GET", .path = "/openapi.json", .run = hx_misc_openapi },
-    { .method = "POST", .path = "/generate", .run = hx_sglang_generate },
+    { .method = "POST",
+      .path = "/generate",
+      .run = hx_sglang_generate,
+      .form = &hx_openai_stream },
     { .method = "GET", .path = "/model_info", .run = hx_sglang_model_info },
     { .method = "GET", .path = "/get_model_info", .run = hx_sglang_model_info },
     { .method = "GET", .path = "/server_info", .run = hx_sglang_server_info },
@@ -482,8 +523,16 @@ static const route routes[] = {
       .run = hx_sglang_flush_cache,
       .admin = true,
       .no_body = true },
-    { .method = "POST", .path = "/api/chat", .run = hx_ollama_chat, OLLAMA },
-    { .method = "POST", .path = "/api/generate", .run = hx_ollama_generate, OLLAMA },
+    { .method = "POST",
+      .path = "/api/chat",
+      .run = hx_ollama_chat,
+      .form = &hx_ollama_chat_stream,
+      OLLAMA },
+    { .method = "POST",
+      .path = "/api/generate",
+      .run = hx_ollama_generate,
+      .form = &hx_ollama_generate_stream,
+      OLLAMA },
     { .method = "POST", .path = "/api/embed", .run = hx_embeddings_ollama, OLLAMA },
     { .method = "POST",
       .path = "/api/embeddings",
@@ -606,8 +655,11 @@ static bool admit(void *ud, const hx_exchange *x)
 
 static int loading(hx_call *c)
 {
-    return hx_server_problem(c, 503, NULL, "model_loading",
-                             "the model is being loaded; /health shows how far it is");
+    return hx_server_problem(
+        c, 503, NULL, "model_loading",
+        atomic_load(&c->server->draining)
+            ? "the server stops before the model is loaded"
+            : "the model is being loaded; /health shows how far it is");
 }
 
 /* Notes why a request cannot be handed to a worker; 0 when it can. */
@@ -621,7 +673,7 @@ static int refuse(hx_server *s, const hx_exchange *x, const route *r, hx_call *c
     if (!hx_str_is(x->method, r->method))
         return hx_server_problem(c, 405, NULL, "method_not_allowed", "%.*s takes %s only",
                                  (int)HX_MIN(x->path.n, 100u), x->path.p, r->method);
-    if (!r->early && !r->streams && !atomic_load(&s->ready))
+    if (!r->early && r->form == NULL && !atomic_load(&s->ready))
         return loading(c);
     if (atomic_load(&s->draining) && !r->early)
         return hx_server_problem(c, 503, NULL, "shutting_down",
@@ -642,7 +694,6 @@ static void answer_early(hx_call *c, const route *r)
     log_call(c);
 }
 
-/* The handler of http.c; loop thread. */
 static bool is_below(hx_str path, const char *folder)
 {
     const size_t n = strlen(folder);
@@ -650,6 +701,7 @@ static bool is_below(hx_str path, const char *folder)
     return path.n > n && memcmp(path.p, folder, n) == 0;
 }
 
+/* The handler of http.c; loop thread. */
 static void route_request(void *ud, hx_exchange *x)
 {
     hx_server *s = ud;
@@ -673,7 +725,7 @@ static void route_request(void *ud, hx_exchange *x)
         }
         c.run = r->run;
         c.no_body = r->no_body || r->method[0] != 'P';
-        c.streams = r->streams;
+        c.form = r->form;
         if (enqueue(s, &c))
             return;
         hx_server_problem(&c, 503, NULL, "out_of_memory", "server: no worker is free");
@@ -746,20 +798,35 @@ void hx_server_finish(hx_call *c, int rc)
 static int hold(hx_call *c)
 {
     hx_server *s = c->server;
-    const bool stream = hx_json_bool(hx_params_get(c->body, "stream"), false);
     bool held;
 
-    if (!c->streams || !stream)
+    if (c->form == NULL ||
+        !hx_json_bool(hx_params_get(c->body, "stream"), c->form->usual))
         return loading(c);
-    hx_http_begin_events(c->x);
-    c->begun = true;
+    hx_server_begin_stream(c, (hx_str) { NULL, 0 });
     hx_http_flush(s->http);
     pthread_mutex_lock(&s->lock);
-    held = !atomic_load(&s->ready);
+    held = !atomic_load(&s->ready) && !atomic_load(&s->draining);
     if (held)
         put(&s->held, c);
     pthread_mutex_unlock(&s->lock);
-    return held ? HX_LATER : 0;
+    return held ? HX_LATER : atomic_load(&s->ready) ? 0 : loading(c);
+}
+
+/* The server stops before the model has come. */
+static void end_held(void *ud)
+{
+    hx_server *s = ud;
+    hx_call *c, *next;
+
+    pthread_mutex_lock(&s->lock);
+    c = s->held.first;
+    s->held = (call_queue) { 0 };
+    pthread_mutex_unlock(&s->lock);
+    for (; c != NULL; c = next) {
+        next = c->next;
+        hx_server_finish(c, loading(c));
+    }
 }
 
 static void serve(hx_call *c)
@@ -866,7 +933,7 @@ static bool enqueue(hx_server *s, const hx_call *call)
     return ok;
 }
 
-int hx_server_defer(hx_call *c, hx_route_fn *run)
+int hx_server_defer(hx_call *c, hx_route_fn *run, bool stream)
 {
     hx_server *s = c->server;
     bool ok;
@@ -874,13 +941,17 @@ int hx_server_defer(hx_call *c, hx_route_fn *run)
     pthread_mutex_lock(&s->lock);
     ok = s->slow.n < s->info.max_queue;
     if (ok) {
+        if (stream)
+            hx_server_begin_stream(c, (hx_str) { NULL, 0 });
         c->run = run;
         c->slow = true;
         put(&s->slow, c);
     }
     pthread_mutex_unlock(&s->lock);
-    if (ok)
+    if (ok) {
+        hx_http_flush(s->http);
         return HX_LATER;
+    }
     return hx_server_problem(c, 429, NULL, "rate_limit_exceeded",
                              "queue: all %lld places are taken; try again later",
                              (long long)s->info.max_queue);
@@ -907,6 +978,7 @@ int hx_server_open(hx_server **out, const hx_server_opt *opt, hx_err *err)
                                .tls_key = opt->tls_key,
                                .cors = opt->cors,
                                .admit = admit,
+                               .on_stop = end_held,
                                .max_body_bytes = opt->max_body_bytes,
                                .max_connections = opt->max_connections,
                                .keepalive_ms = opt->keepalive_ms };
@@ -975,24 +1047,13 @@ void hx_server_set_loading(hx_server *s, uint64_t done_bytes, uint64_t total_byt
     atomic_store(&s->load_done, done_bytes);
 }
 
-static hx_call *take_held(hx_server *s)
-{
-    hx_call *c;
-
-    pthread_mutex_lock(&s->lock);
-    c = get(&s->held);
-    pthread_mutex_unlock(&s->lock);
-    return c;
-}
-
 /* Once the loop has returned no request comes any more, and clients are gone for those
  * who still compute: they end by themselves. */
 int hx_server_run(hx_server *s, hx_err *err)
 {
     const int rc = hx_http_run(s->http, err);
 
-    for (hx_call *c; (c = take_held(s)) != NULL;)
-        hx_server_finish(c, loading(c));
+    end_held(s);
     pthread_mutex_lock(&s->lock);
     s->closing = true;
     pthread_cond_broadcast(&s->work);

@@ -961,55 +961,6 @@ static void test_clients(void **state)
     stop(f);
 }
 
-static int count(const char *text, const char *what)
-{
-    int n = 0;
-
-    for (; (text = strstr(text, what)) != NULL; text++)
-        n++;
-    return n;
-}
-
-/* Streams that wait, for the model, in the queue or for their prompt, say so. */
-static void test_keepalive(void **state)
-{
-    static const char *const path[] = { "/v1/chat/completions", "/v1/completions" };
-    static const char *const body[] = {
-        "{\"stream\":true,\"messages\":[{\"role\":\"user\",\"content\":"
-        "\"[[{prefill=200}a]]\"}]}",
-        "{\"stream\":true,\"prompt\":\"[[{prefill=200}a]]\"}"
-    };
-    fixture f = start_with(&(hx_server_opt) { .drain_ms = 1000, .keepalive_ms = 20 },
-                           fake_open(1, 8, 4096));
-    int fd[4];
-
-    (void)state;
-    go(&f);
-    for (int i = 0; i < 4; i++) {
-        fd[i] = dial(f.port);
-        send_request(fd[i], "POST", path[i % 2], NULL, body[i % 2]);
-    }
-    usleep(200000);
-    hx_server_set_engine(f.server, f.engine);
-    int least = 1000, most = 0;
-    for (int i = 0; i < 4; i++) {
-        response *r = receive(fd[i]);
-        const int n = count(r->body.p, ": keepalive\n\n");
-
-        assert_int_equal(count(r->body.p, "data: [DONE]"), 1);
-        least = HX_MIN(least, n);
-        most = HX_MAX(most, n);
-        done(r);
-    }
-    /* 200 ms for the model and 200 ms to read, one after the other: 400 to 1,000 ms. */
-    printf("%d to %d keepalives\n", least, most);
-    assert_true(least >= 8 && most >= 25);
-    hx_server_stop(f.server);
-    pthread_join(f.thread, NULL);
-    hx_server_close(f.server);
-    fake_close(f.engine);
-}
-
 /* What /health, /slots and /stats say of an engine at work, at fault, with a queue. */
 static void test_observe(void **state)
 {
@@ -1434,22 +1385,21 @@ static void test_no_leaks(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_open),         cmocka_unit_test(test_loading),
-        cmocka_unit_test(test_routes),       cmocka_unit_test(test_key),
-        cmocka_unit_test(test_refused),      cmocka_unit_test(test_messages),
-        cmocka_unit_test(test_params),       cmocka_unit_test(test_chat),
-        cmocka_unit_test(test_no_thinking),  cmocka_unit_test(test_streams),
-        cmocka_unit_test(test_tools),        cmocka_unit_test(test_usage_chunk),
-        cmocka_unit_test(test_several),      cmocka_unit_test(test_logprobs),
-        cmocka_unit_test(test_completions),  cmocka_unit_test(test_completions_refused),
-        cmocka_unit_test(test_dialects),     cmocka_unit_test(test_overflow),
-        cmocka_unit_test(test_queue_full),   cmocka_unit_test(test_observe),
-        cmocka_unit_test(test_keepalive),    cmocka_unit_test(test_clients),
-        cmocka_unit_test(test_engine_error), cmocka_unit_test(test_gone),
-        cmocka_unit_test(test_scoring),      cmocka_unit_test(test_slow_client),
-        cmocka_unit_test(test_vanish),       cmocka_unit_test(test_many),
-        cmocka_unit_test(test_cost),         cmocka_unit_test(test_drain),
-        cmocka_unit_test(test_no_leaks),
+        cmocka_unit_test(test_open),        cmocka_unit_test(test_loading),
+        cmocka_unit_test(test_routes),      cmocka_unit_test(test_key),
+        cmocka_unit_test(test_refused),     cmocka_unit_test(test_messages),
+        cmocka_unit_test(test_params),      cmocka_unit_test(test_chat),
+        cmocka_unit_test(test_no_thinking), cmocka_unit_test(test_streams),
+        cmocka_unit_test(test_tools),       cmocka_unit_test(test_usage_chunk),
+        cmocka_unit_test(test_several),     cmocka_unit_test(test_logprobs),
+        cmocka_unit_test(test_completions), cmocka_unit_test(test_completions_refused),
+        cmocka_unit_test(test_dialects),    cmocka_unit_test(test_overflow),
+        cmocka_unit_test(test_queue_full),  cmocka_unit_test(test_observe),
+        cmocka_unit_test(test_clients),     cmocka_unit_test(test_engine_error),
+        cmocka_unit_test(test_gone),        cmocka_unit_test(test_scoring),
+        cmocka_unit_test(test_slow_client), cmocka_unit_test(test_vanish),
+        cmocka_unit_test(test_many),        cmocka_unit_test(test_cost),
+        cmocka_unit_test(test_drain),       cmocka_unit_test(test_no_leaks),
     };
 
     return cmocka_run_group_tests_name("server", tests, NULL, NULL);

@@ -133,12 +133,16 @@ int hx_stats_all(hx_call *c)
                  st.decode_rate);
     hx_sb_printf(&b,
                  ",\"memory\":{\"resident\":%llu,\"weights\":%llu,\"sequences\":%llu,"
-                 "\"work\":%llu,\"pages\":%lld,\"pages_used\":%lld},\"steps\":%lld,"
-                 "\"connections\":%lld",
+                 "\"work\":%llu,\"pages\":%lld,\"pages_used\":%lld},\"kept\":{\"states\":"
+                 "%lld,\"pages\":%lld,\"ram\":%llu,\"ram_most\":%llu,\"disk\":%llu,"
+                 "\"disk_most\":%llu},\"steps\":%lld,\"connections\":%lld",
                  (unsigned long long)hx_sys_rss_bytes(),
                  (unsigned long long)i->weight_bytes, (unsigned long long)i->cache_bytes,
                  (unsigned long long)i->work_bytes, (long long)st.pages,
-                 (long long)st.pages_used, (long long)st.steps,
+                 (long long)st.pages_used, (long long)st.states, (long long)st.pages_kept,
+                 (unsigned long long)st.ram_bytes, (unsigned long long)i->park_ram_bytes,
+                 (unsigned long long)st.disk_bytes,
+                 (unsigned long long)i->park_disk_bytes, (long long)st.steps,
                  (long long)hx_counted(HX_C_http_connections));
     write_experts(&b, c->engine);
     hx_sb_char(&b, '}');
