@@ -305,7 +305,8 @@ static int open_experts(hx_engine *e, const hx_options *opt, hx_err *err)
 static int long_chunks(hx_engine *e, const hx_options *opt, hx_err *err)
 {
     const hx_store *s = e->model->store;
-    const int64_t most = HX_MIN(HX_CHUNK_MAX, e->info.ctx_tokens);
+    const int64_t most =
+        HX_MIN(s != NULL ? HX_CHUNK_MAX : HX_CHUNK_RESIDENT, e->info.ctx_tokens);
     int64_t rows = HX_PREFILL_ROWS;
     uint64_t left = 0;
     int rc;

@@ -28,11 +28,15 @@
     (60 * 1000000LL) /* a reader that takes nothing for so long is dropped */
 #define HX_PREFILL_ROWS                                                                  \
     256 /* rows of a prefill chunk: whole blocks of the 64-token grid */
-#define HX_CHUNK_MAX   32768 /* of them at most, where a GPU lends memory for them */
-#define HX_SNAP_MAX    8     /* of them, inside one chunk */
-#define HX_CUT_MAX     48    /* states kept on the way through one prompt */
-#define HX_MARGIN      256 /* tokens of answer that a request gets memory for when it starts */
-#define HX_PROGRESS_US 100000 /* between two progress events of a stream */
+/* The same where a GPU has memory for more. Experts that come over a link do so once for each
+ * chunk: as many rows as keep the GPU longer than the link (H200: from 12,000 on), and no
+ * more, for others wait for a chunk's end; fewer where they are all there. */
+#define HX_CHUNK_MAX      16384
+#define HX_CHUNK_RESIDENT 8192
+#define HX_SNAP_MAX       8  /* of them, inside one chunk */
+#define HX_CUT_MAX        48 /* states kept on the way through one prompt */
+#define HX_MARGIN         256 /* tokens of answer that a request gets memory for when it starts */
+#define HX_PROGRESS_US    100000 /* between two progress events of a stream */
 
 /* ---- what runs next (sched_pick.c) ------------------------------------ */
 
