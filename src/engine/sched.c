@@ -800,7 +800,9 @@ static int chunk_step(hx_engine *e, bool share, hx_err *err)
 static void prefill_slice(hx_engine *e, hx_stream *s, const hx_pick *pick)
 {
     const bool share = e->pick.n_decode > 0;
+    const int64_t start = hx_now_us();
     hx_err err = { 0 };
+    double layers_us;
     int rc = 0;
 
     if (e->chunk == NULL) {
@@ -812,19 +814,19 @@ static void prefill_slice(hx_engine *e, hx_stream *s, const hx_pick *pick)
         }
         rc = chunk_begin(e, s, pick->blocks, &err);
     }
+    layers_us = -e->chunk_us;
     for (int64_t i = 0; rc == 0 && i < pick->layers; i++) {
         rc = chunk_step(e, share, &err);
         if (atomic_load(&e->nudge))
             break;
     }
+    layers_us += e->chunk_us;
     if (rc == 0 && e->chunk_layer == e->model->desc.n_layer) {
-        const int64_t start = hx_now_us();
-
         rc = chunk_end(e, s, &err);
         chunk_close(e);
-        if (share)
-            e->pick.credit_us -= (float)(hx_now_us() - start);
     }
+    if (share) /* the layers are charged already, with what they should take */
+        e->pick.credit_us -= (float)((double)(hx_now_us() - start) - layers_us);
     if (rc != 0)
         end_stream(s, HX_STOP_NONE, -1, &err);
 }
