@@ -27,8 +27,8 @@ typedef struct {
     qz_out out;
     qz_text text;
     qz_calib *calib; /* NULL: none */
+    hx_dev *dev;     /* its own, or ours */
     hx_pool *pool;
-    bool own_pool;
     score *score;       /* [n_unit] */
     int64_t pass;       /* last one done, or -1 */
     int64_t n_resumed;  /* units done by earlier runs; -1: there was none */
@@ -207,6 +207,11 @@ static void show(job *j, const char *what, bool always)
             j->person ? " " : "\n");
 }
 
+static hx_pool *pool_of(const job *j)
+{
+    return j->pool != NULL ? j->pool : j->dev->pool;
+}
+
 /* ---- matrices -------------------------------------------------------------------- */
 
 static int read_unit(job *j, const qz_unit *u, float *w, hx_err *err)
@@ -267,9 +272,10 @@ static int convert(job *j, int64_t i, hx_err *err)
                                 .k = u->k,
                                 .codebook = j->plan.opt.codebook,
                                 .k2 = u->k2,
-                                .seed = mix(MIX_START, u->key, strlen(u->key)) };
+                                .seed = mix(MIX_START, u->key, strlen(u->key)),
+                                .dev = j->dev };
 
-        if ((rc = hx_exl3_encode(&e, j->pool, &out, err)) == 0 &&
+        if ((rc = hx_exl3_encode(&e, pool_of(j), &out, err)) == 0 &&
             (rc = qz_out_unit(&j->plan, u, out.trellis, out.suh, out.svh, err)) == 0)
             rc = qz_out_note(&j->out, err, "unit %lld %.17g %.17g", (long long)i,
                              out.proxy, out.mse);
@@ -427,6 +433,46 @@ static void print_rates(const job *j)
 
 /* ---- command -------------------------------------------------------------------------- */
 
+/* A GPU where there is one and no other device is named. The pool is for what stays on the
+ * host even then. */
+static int open_device(job *j, hx_err *err)
+{
+    const hx_cli *c = j->c;
+    const char *gpu = hx_dev_free_bytes("cuda") > 0 ? "cuda" : "cpu";
+    const hx_dev_opt opt = { .name = c->device != NULL ? c->device : gpu,
+                             .n_threads = (int)c->threads,
+                             .cpus = c->cpus };
+    int rc;
+
+    if (j->text.n_row > 0) {
+        if ((rc = qz_calib_open(&j->calib, j->model, &j->text, j->out.work, &opt, err)) !=
+            0)
+            return rc;
+        j->dev = qz_calib_dev(j->calib);
+    } else if ((rc = hx_dev_open(&j->dev, &opt, err)) != 0) {
+        return rc;
+    }
+    printf("device %s\n", j->dev->text);
+    if (j->dev->pool != NULL)
+        return 0;
+    return hx_pool_open(&j->pool, opt.n_threads > 0 ? opt.n_threads : hx_sys_n_cpu(),
+                        opt.cpus, err);
+}
+
+/* Of all that was written, read back. */
+static int write_sums(const job *j, hx_err *err)
+{
+    hx_weights *w = NULL;
+    hx_sums *sums = NULL;
+    int rc = hx_weights_open(&w, j->out.dir, err);
+
+    if (rc == 0 && (rc = hx_sums_make(&sums, w, pool_of(j), NULL, NULL, err)) == 0)
+        rc = hx_sums_write(sums, j->out.dir, err);
+    hx_sums_close(sums);
+    hx_weights_close(w);
+    return rc;
+}
+
 static int prepare(job *j, hx_err *err)
 {
     const hx_cli *c = j->c;
@@ -455,18 +501,8 @@ static int prepare(job *j, hx_err *err)
     hx_free(text);
     if (rc != 0)
         return rc;
-    if (j->text.n_row > 0) {
-        if ((rc = qz_calib_open(&j->calib, j->model, &j->text, j->out.work,
-                                (int)c->threads, c->cpus, err)) != 0)
-            return rc;
-        j->pool = qz_calib_pool(j->calib);
-    } else {
-        if ((rc =
-                 hx_pool_open(&j->pool, c->threads > 0 ? (int)c->threads : hx_sys_n_cpu(),
-                              c->cpus, err)) != 0)
-            return rc;
-        j->own_pool = true;
-    }
+    if ((rc = open_device(j, err)) != 0)
+        return rc;
     if ((rc = weigh(j, err)) != 0 || (rc = qz_plan_rates(&j->plan, err)) != 0 ||
         (rc = qz_plan_layout(&j->plan, err)) != 0 ||
         (!j->copied && (rc = check_disk(j, err)) != 0))
@@ -490,7 +526,8 @@ static int run(job *j, hx_err *err)
         return rc;
     if ((rc = convert_all(j, err)) != 0 || (rc = write_report(j, err)) != 0)
         return rc;
-    return qz_out_finish(&j->out, &j->plan, j->c->model, size, err);
+    rc = qz_out_finish(&j->out, &j->plan, j->c->model, size, err);
+    return rc != 0 ? rc : write_sums(j, err);
 }
 
 int cmd_quantize(const hx_cli *c)
@@ -520,9 +557,11 @@ int cmd_quantize(const hx_cli *c)
     if (rc == 0)
         printf("%s%s: %lld matrices, %s, %.0f s\n", j.person ? "\n" : "", c->out,
                (long long)j.plan.n_unit, text, (double)(hx_now_us() - j.start_us) / 1e6);
-    if (j.own_pool)
-        hx_pool_close(j.pool);
-    qz_calib_close(j.calib);
+    hx_pool_close(j.pool);
+    if (j.calib != NULL)
+        qz_calib_close(j.calib);
+    else
+        hx_dev_close(j.dev);
     qz_out_close(&j.out);
     hx_free(j.hessian);
     hx_free(j.score);
