@@ -52,7 +52,16 @@ static uint64_t mix(uint64_t h, const void *p, size_t n)
 
 #define MIX_START 0xcbf29ce484222325u
 
-/* One line that is equal exactly where the output would be. */
+/* A GPU where there is one and no other device is named. */
+static const char *device_of(const job *j)
+{
+    if (j->c->device != NULL)
+        return j->c->device;
+    return hx_dev_free_bytes("cuda") > 0 ? "cuda" : "cpu";
+}
+
+/* One line that is equal exactly where the output would be. A GPU encodes with the same
+ * bits as the host, but what calibration sees there differs in the last digits. */
 static void describe(const job *j, char line[512])
 {
     const qz_plan_opt *o = &j->plan.opt;
@@ -70,9 +79,11 @@ static void describe(const job *j, char line[512])
     snprintf(
         line, 512,
         "quantize 1 bits %g head %g codebook %d half-rates %d calibration %016" PRIx64
-        " %" PRId64 " x %" PRId64 " source %016" PRIx64 "\n",
+        " %" PRId64 " x %" PRId64 "%s source %016" PRIx64 "\n",
         o->bits, o->head_k2 / 2.0, (int)o->codebook, o->half_rates, text, j->text.n_row,
-        j->text.cols, source);
+        j->text.cols,
+        j->text.n_row > 0 && strncmp(device_of(j), "cuda", 4) == 0 ? " on a GPU" : "",
+        source);
 }
 
 static int read_options(const hx_cli *c, qz_plan_opt *o, hx_err *err)
@@ -98,9 +109,11 @@ static int read_options(const hx_cli *c, qz_plan_opt *o, hx_err *err)
         return hx_fail(err, HX_EARG, "--head-bits %g: codebook %s has no such rate",
                        c->head_bits, names[o->codebook]);
     if (c->calib == NULL)
-        return hx_fail(err, HX_EARG,
-                       "quantize needs --calib FILE, a text like what the model will "
-                       "read and write; --calib none does without, at some loss");
+        return hx_fail(
+            err, HX_EARG,
+            "quantize needs --calib FILE, a text like what the model will "
+            "read and write (2 MB of it fill 250 rows of 2048 tokens, and 200 "
+            "KB do much of the work); --calib none does without, at some loss");
     return 0;
 }
 
@@ -214,6 +227,35 @@ static hx_pool *pool_of(const job *j)
 
 /* ---- matrices -------------------------------------------------------------------- */
 
+typedef struct {
+    const hx_mat *m;
+    float *out;
+    int64_t rows; /* of a part, the blocks of scales whole */
+} expansion;
+
+/* Part p of a plain matrix. */
+static void expand_part(void *ud, int64_t begin, int64_t end, int worker)
+{
+    static const size_t elem[HX_N_FMT] = {
+        [HX_FMT_F32] = 4, [HX_FMT_F16] = 2, [HX_FMT_BF16] = 2, [HX_FMT_FP8] = 1
+    };
+    const expansion *x = ud;
+    const hx_mat *m = x->m;
+
+    (void)worker;
+    for (int64_t p = begin; p < end; p++) {
+        const int64_t at = p * x->rows;
+        hx_mat part = *m;
+
+        part.n = HX_MIN(x->rows, m->n - at);
+        part.w = (const char *)m->w + (size_t)(at * m->k) * elem[m->fmt];
+        if (m->fmt == HX_FMT_FP8)
+            part.scale = (const float *)m->scale +
+                         at / m->block_n * ((m->k + m->block_k - 1) / m->block_k);
+        hx_mat_expand(&part, x->out + at * m->k, NULL); /* fails for EXL3 only */
+    }
+}
+
 static int read_unit(job *j, const qz_unit *u, float *w, hx_err *err)
 {
     const hx_desc *d = &j->model->desc;
@@ -228,9 +270,11 @@ static int read_unit(job *j, const qz_unit *u, float *w, hx_err *err)
         hx_mat m;
         int rc;
 
-        if ((rc = hx_weights_mat(j->model->weights, &want, &m, err)) != 0 ||
-            (rc = hx_mat_expand(&m, w + at, err)) != 0)
+        if ((rc = hx_weights_mat(j->model->weights, &want, &m, err)) != 0)
             return rc;
+        expansion x = { &m, w + at, m.fmt == HX_FMT_FP8 ? m.block_n : 128 };
+
+        hx_pool_run(pool_of(j), (m.n + x.rows - 1) / x.rows, 1, expand_part, &x);
         at += m.n * m.k;
     }
     return 0;
@@ -433,13 +477,11 @@ static void print_rates(const job *j)
 
 /* ---- command -------------------------------------------------------------------------- */
 
-/* A GPU where there is one and no other device is named. The pool is for what stays on the
- * host even then. */
+/* The pool is for what stays on the host even beside a GPU. */
 static int open_device(job *j, hx_err *err)
 {
     const hx_cli *c = j->c;
-    const char *gpu = hx_dev_free_bytes("cuda") > 0 ? "cuda" : "cpu";
-    const hx_dev_opt opt = { .name = c->device != NULL ? c->device : gpu,
+    const hx_dev_opt opt = { .name = device_of(j),
                              .n_threads = (int)c->threads,
                              .cpus = c->cpus };
     int rc;
@@ -452,7 +494,12 @@ static int open_device(job *j, hx_err *err)
     } else if ((rc = hx_dev_open(&j->dev, &opt, err)) != 0) {
         return rc;
     }
-    printf("device %s\n", j->dev->text);
+    printf("device %s", j->dev->text);
+    if (j->text.n_row > 0)
+        printf("; calibration: %lld row%s of %lld tokens%s", (long long)j->text.n_row,
+               j->text.n_row == 1 ? "" : "s", (long long)j->text.cols,
+               j->text.n_row < c->calib_rows ? ", which is all that the text has" : "");
+    printf("\n");
     if (j->dev->pool != NULL)
         return 0;
     return hx_pool_open(&j->pool, opt.n_threads > 0 ? opt.n_threads : hx_sys_n_cpu(),
