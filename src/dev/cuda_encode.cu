@@ -360,31 +360,51 @@ __global__ void __launch_bounds__(1024)
         square[i / STEP * n + i % STEP] = s[i / STEP][i % STEP];
 }
 
-/* Thread: a column right of that square, 64 rows. */
+/* Thread: a column right of that square, 64 rows, 16 at a time: all at once would be more
+ * code than the instruction cache holds. */
 __global__ void __launch_bounds__(128) factor_panel(float *a, int64_t n, int64_t at)
 {
-    __shared__ __align__(16) float s[STEP][STEP];
+    __shared__ __align__(16) float s[STEP][STEP], x[STEP][128];
     const int64_t c = at + STEP + blockIdx.x * 128 + threadIdx.x;
-    float x[STEP];
+    const int me = threadIdx.x;
 
-    for (int i = threadIdx.x; i < STEP * STEP; i += 128)
+    for (int i = me; i < STEP * STEP; i += 128)
         s[i / STEP][i % STEP] = a[(at + i / STEP) * n + at + i % STEP];
     __syncthreads();
     if (c >= n)
         return;
-#pragma unroll
     for (int i = 0; i < STEP; i++)
-        x[i] = a[(at + i) * n + c];
+        x[i][me] = a[(at + i) * n + c];
+#pragma unroll 1
+    for (int b = 0; b < STEP; b += TILE) {
+        float v[TILE], y[TILE];
+
 #pragma unroll
-    for (int i = 0; i < STEP; i++) {
-        x[i] /= s[i][i];
+        for (int i = 0; i < TILE; i++)
+            v[i] = x[b + i][me];
 #pragma unroll
-        for (int r = i + 1; r < STEP; r++)
-            x[r] -= s[i][r] * x[i];
+        for (int i = 0; i < TILE; i++) {
+            v[i] /= s[b + i][b + i];
+#pragma unroll
+            for (int r = i + 1; r < TILE; r++)
+                v[r] -= s[b + i][b + r] * v[i];
+            a[(at + b + i) * n + c] = v[i];
+        }
+#pragma unroll 1
+        for (int later = b + TILE; later < STEP; later += TILE) {
+#pragma unroll
+            for (int r = 0; r < TILE; r++)
+                y[r] = x[later + r][me];
+#pragma unroll
+            for (int i = 0; i < TILE; i++)
+#pragma unroll
+                for (int r = 0; r < TILE; r++)
+                    y[r] -= s[b + i][later + r] * v[i];
+#pragma unroll
+            for (int r = 0; r < TILE; r++)
+                x[later + r][me] = y[r];
+        }
     }
-#pragma unroll
-    for (int i = 0; i < STEP; i++)
-        a[(at + i) * n + c] = x[i];
 }
 
 /* Thread: 16 rows of a column, right of their diagonal block. */
@@ -503,10 +523,10 @@ HX_DEVICE __half value_of(uint32_t s, hx_codebook codebook)
                   __ushort_as_half((unsigned short)(y >> 16)));
 }
 
-/* Bits that positions before p own. */
-HX_DEVICE int bits_before(int k2, int p)
+/* Bits that the n positions before p own. */
+HX_DEVICE int bits_before(int k2, int p, int n)
 {
-    return p * k2 >> 1;
+    return k2 % 2 == 0 ? n * (k2 / 2) : (p * k2 >> 1) - ((p - n) * k2 >> 1);
 }
 
 HX_DEVICE int own_bits(int k2, int p)
@@ -531,6 +551,16 @@ __host__ __device__ constexpr int overlaps_of(int k2)
 __host__ __device__ constexpr int marks_of(int k2)
 {
     return 256 / stride_of(k2) + 1;
+}
+
+/* Where the cost of overlap o is kept: all that can lead to one overlap, a stride later,
+ * are neighbours. */
+template <int K2> HX_DEVICE int kept_at(int o)
+{
+    constexpr int ALL = 16 - K2 / 2, LEFT = ALL - (stride_of(K2) * K2 + 1) / 2,
+                  LOW = LEFT > 0 ? LEFT : 0;
+
+    return (o & ((1 << LOW) - 1)) << (ALL - LOW) | o >> LOW;
 }
 
 /* Whose 64 states thread tid has: s = u << 12 | j << 2 | i, u < 16, i < 4. Threads that
@@ -558,7 +588,7 @@ HX_DEVICE void fill(uint32_t (&value)[16][2], int j, hx_codebook codebook)
 
 /* One position: next[o] = min over t of prev[state >> IN] + (value - target)^2. Costs are
  * not negative, so they compare as integers. mark: also there, or NULL. */
-template <int IN, int OUT>
+template <int IN, int OUT, int K2>
 HX_DEVICE void step(const uint32_t (&value)[16][2], const float *prev, float *next,
                     float *mark, float target, int j)
 {
@@ -605,7 +635,8 @@ HX_DEVICE void step(const uint32_t (&value)[16][2], const float *prev, float *ne
 
         *(uint4 *)(next + o + (c << 12)) = all;
         if (mark != NULL)
-            *(uint4 *)(mark + o + (c << 12)) = all;
+            for (int i = 0; i < 4; i++)
+                mark[kept_at<K2>(o + (c << 12) + i)] = __uint_as_float(best[i]);
     }
 }
 
@@ -615,34 +646,38 @@ struct bench {
     uint16_t state[256];
     uint8_t pick[LEVELS];
     uint32_t overlap;
-    int never; /* 0 */
     unsigned long long best;
 };
 
 /* Positions first .. first + 255 round the ring. From position keep on, costs before
  * every stride-th position are kept in marks.
  *
- * never is what makes the values look as if they could change: else the compiler turns
- * them all into floats once, which takes twice the registers that there are. */
+ * NEVER makes the values look as if they could change: else the compiler turns them all
+ * into floats once, which takes twice the registers that there are. */
+enum { NEVER = 0x7FF12345 }; /* bits of a target */
+
 template <int K2>
 HX_DEVICE void walk(uint32_t (&value)[16][2], const bench &s, float *cost, float *marks,
                     int first, int keep, int j, hx_codebook codebook)
 {
     constexpr int N = overlaps_of(K2), L = K2 / 2, H = (K2 + 1) / 2;
+    float target = s.target[first];
 
     for (int i = 0; i < 256; i++) {
         const int p = first + i & 255, to = (p + 1) & 255;
+        const float now = target;
         float *mark = first + i + 1 >= keep && to % stride_of(K2) == 0 && i < 255
                           ? marks + to / stride_of(K2) * (int64_t)N
                           : NULL;
         float *prev = cost + (i & 1) * N, *next = cost + (~i & 1) * N;
 
-        if (*(volatile const int *)&s.never != 0)
+        target = *(volatile const float *)&s.target[to];
+        if (__float_as_int(now) == NEVER)
             fill(value, j + i, codebook);
         if (L == H || (p & 1) == 0)
-            step<L, H>(value, prev, next, mark, s.target[p], j);
+            step<L, H, K2>(value, prev, next, mark, now, j);
         else
-            step<H, L>(value, prev, next, mark, s.target[p], j);
+            step<H, L, K2>(value, prev, next, mark, now, j);
         __syncthreads();
     }
 }
@@ -660,8 +695,8 @@ template <int K2> HX_DEVICE level_at level_of(int p, int l, uint32_t o, bool fir
 {
     return level_at { p,
                       l,
-                      bits_before(K2, p + 2) - bits_before(K2, p + 2 - l),
-                      bits_before(K2, p + 1) - bits_before(K2, p + 1 - l),
+                      bits_before(K2, p + 2, l),
+                      bits_before(K2, p + 1, l),
                       own_bits(K2, p - l),
                       own_bits(K2, p - l + 1),
                       o,
@@ -679,8 +714,8 @@ HX_DEVICE float cost_at(const level_at &a, const bench &s, const float *mark,
                         hx_codebook codebook, uint32_t ctx, uint32_t t)
 {
     const uint32_t st = state_at<K2>(a, ctx, t), longer = t << a.bits | ctx;
-    const float before =
-        a.first ? mark[st >> a.in] : s.level[(1 << (a.bits + a.out)) + longer];
+    const float before = a.first ? mark[kept_at<K2>(st >> a.in)]
+                                 : s.level[(1 << (a.bits + a.out)) + longer];
     const float d = __half2float(value_of(st, codebook)) - s.target[a.p - a.l];
 
     return fmaf(d, d, before);
@@ -737,25 +772,27 @@ HX_DEVICE void trace(bench &s, const float *marks, hx_codebook codebook, int las
         const uint32_t o = s.overlap;
         const float *mark = marks + start / S * (int64_t)overlaps_of(K2);
 
-        int l = top;
-
-        for (; l >= 0; l--) {
+#pragma unroll
+        for (int l = S - 1; l >= 0; l--) {
             const level_at a = level_of<K2>(p, l, o, l == top);
 
-            if (l < top && a.bits + a.out <= 6)
-                break; /* a warp does it sooner than all can meet */
-            level<K2>(a, s, mark, codebook, threadIdx.x, THREADS);
-            __syncthreads();
-        }
-        if (threadIdx.x < 32) {
-            for (; l >= 0; l--) {
-                level<K2>(level_of<K2>(p, l, o, false), s, mark, codebook, threadIdx.x,
-                          32);
+            if (l > top)
+                continue;
+            if (a.bits + HX_MIN(K2 / 2, 5) > 6) {
+                level<K2>(a, s, mark, codebook, threadIdx.x, THREADS);
+                __syncthreads();
+            } else if (threadIdx.x < 32) { /* sooner than all can meet */
+                level<K2>(a, s, mark, codebook, threadIdx.x, 32);
                 __syncwarp();
             }
+        }
+        if (threadIdx.x < 32) {
             uint32_t ctx = 0, st = 0;
 
-            for (l = 0; l <= top; l++) {
+#pragma unroll
+            for (int l = 0; l < S; l++) {
+                if (l > top)
+                    break;
                 const level_at a = level_of<K2>(p, l, o, false);
                 const uint32_t t = s.pick[(1 << a.bits) + ctx];
 
@@ -783,7 +820,7 @@ HX_DEVICE void search_tile(uint32_t (&value)[16][2], bench &s, float *cost, floa
         const uint32_t seam = s.overlap;
 
         for (int o = threadIdx.x; o < N; o += THREADS)
-            cost[o] = marks[o] = pass == 0 || o == seam ? 0 : HX_ENC_FAR;
+            cost[o] = marks[kept_at<K2>(o)] = pass == 0 || o == seam ? 0 : HX_ENC_FAR;
         if (threadIdx.x == 0)
             s.best = ~0ull;
         __syncthreads();
@@ -848,8 +885,6 @@ __global__ void __launch_bounds__(THREADS, 1) search_tiles(const search_args a)
     uint32_t value[16][2];
 
     fill(value, j, a.codebook);
-    if (threadIdx.x == 0)
-        s.never = 0;
     const int p = threadIdx.x & 255, r = hx_exl3_row(p), c = hx_exl3_col(p);
 
     for (int64_t tile = blockIdx.x; tile < a.n_tile; tile += gridDim.x) {
