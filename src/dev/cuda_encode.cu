@@ -553,14 +553,14 @@ __host__ __device__ constexpr int marks_of(int k2)
     return 256 / stride_of(k2) + 1;
 }
 
-/* Where the cost of overlap o is kept: all that can lead to one overlap, a stride later,
- * are neighbours. */
+/* Where the cost of overlap o is kept, four neighbours together as one thread has them:
+ * all that can lead to one overlap, a stride later, are near each other. */
 template <int K2> HX_DEVICE int kept_at(int o)
 {
-    constexpr int ALL = 16 - K2 / 2, LEFT = ALL - (stride_of(K2) * K2 + 1) / 2,
+    constexpr int ALL = 14 - K2 / 2, LEFT = ALL - (stride_of(K2) * K2 + 1) / 2,
                   LOW = LEFT > 0 ? LEFT : 0;
 
-    return (o & ((1 << LOW) - 1)) << (ALL - LOW) | o >> LOW;
+    return ((o >> 2 & ((1 << LOW) - 1)) << (ALL - LOW) | o >> (2 + LOW)) << 2 | (o & 3);
 }
 
 /* Whose 64 states thread tid has: s = u << 12 | j << 2 | i, u < 16, i < 4. Threads that
@@ -635,8 +635,7 @@ HX_DEVICE void step(const uint32_t (&value)[16][2], const float *prev, float *ne
 
         *(uint4 *)(next + o + (c << 12)) = all;
         if (mark != NULL)
-            for (int i = 0; i < 4; i++)
-                mark[kept_at<K2>(o + (c << 12) + i)] = __uint_as_float(best[i]);
+            *(uint4 *)(mark + kept_at<K2>(o + (c << 12))) = all;
     }
 }
 
