@@ -1,7 +1,7 @@
 #!/bin/bash
 # Builds what a GPU machine needs (nvcc and gcc, no libraries) and runs the checks that need one:
 # build/gpu/cuda_check (decode), cuda_gemm (products with many rows), cuda_prefill (the rest of
-# prefill).
+# prefill), cuda_encode (making EXL3 matrices).
 #   tests/gpu.sh [OUT [check|moe|time|host …]]   figures go to OUT/gpu.txt as well; the words are
 #            cuda_check's, the others run their own with the same name, if they have one
 #   RUN=0: only builds. ARCH: nvcc's -gencode, default that of the H100 and H200
@@ -18,7 +18,7 @@ for f in src/base/base.c src/dev/*.c; do
     case $f in *_test.c) continue ;; esac
     gcc $flags -c "$f" -o build/gpu/"$(basename "$f" .c)".o &
 done
-programs="cuda_check cuda_gemm cuda_prefill"
+programs="cuda_check cuda_gemm cuda_prefill cuda_encode"
 for f in src/dev/*.cu tests/cuda_*.cu; do
     case $f in tests/*) o=main ;; *) o=cu ;; esac
     "$nvcc" -std=c++17 $arch -O3 --fmad=false -Iinclude -Isrc -c "$f" \

@@ -62,6 +62,7 @@ else
 fi
 /usr/bin/python3 tests/quantize_mini.py check "$tmp/mini" "$tmp/whole" || true
 echo '[1,5,9,33,60,2,7,8,9,10,11,12]' >"$tmp/ids.json"
+check sums 0 'checksums: all [0-9]+ tensors are as' "$hoist" inspect "$tmp/whole" --verify
 check inspect 0 'verified' "$hoist" inspect "$tmp/whole" --verify
 for m in mini whole; do "$hoist" logits "$tmp/$m" --ids "$tmp/ids.json" --out "$tmp/$m.f32" >/dev/null 2>&1; done
 /usr/bin/python3 - "$tmp" <<'END'

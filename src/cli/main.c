@@ -158,8 +158,10 @@ static const option options[] = {
     { "--isa", "NAME", "avx512, avx2 or scalar (the best this CPU has)", OPT_STR, AT(isa),
       0, ENGINE, 0, 0 },
     { "--device", "NAME",
-      "cpu, cuda, cuda:N, or ref: the double-precision reference, slow (cpu)", OPT_STR,
-      AT(device), 0, ENGINE, 0, 0 },
+      "cpu, cuda, cuda:N, or ref: the double-precision reference, slow (cpu; quantize: "
+      "cuda "
+      "where there is a GPU)",
+      OPT_STR, AT(device), 0, ENGINE | QUANTIZE, 0, 0 },
     { "--vram", "SIZE", "GPU memory to use (what is free)", OPT_SIZE, AT(vram), 0, ENGINE,
       0, 0 },
     { "--ram", "SIZE", "host memory that experts may take (what this process may use)",

@@ -27,8 +27,8 @@ typedef struct {
     qz_out out;
     qz_text text;
     qz_calib *calib; /* NULL: none */
+    hx_dev *dev;     /* its own, or ours */
     hx_pool *pool;
-    bool own_pool;
     score *score;       /* [n_unit] */
     int64_t pass;       /* last one done, or -1 */
     int64_t n_resumed;  /* units done by earlier runs; -1: there was none */
@@ -52,7 +52,16 @@ static uint64_t mix(uint64_t h, const void *p, size_t n)
 
 #define MIX_START 0xcbf29ce484222325u
 
-/* One line that is equal exactly where the output would be. */
+/* A GPU where there is one and no other device is named. */
+static const char *device_of(const job *j)
+{
+    if (j->c->device != NULL)
+        return j->c->device;
+    return hx_dev_free_bytes("cuda") > 0 ? "cuda" : "cpu";
+}
+
+/* One line that is equal exactly where the output would be. A GPU encodes with the same
+ * bits as the host, but what calibration sees there differs in the last digits. */
 static void describe(const job *j, char line[512])
 {
     const qz_plan_opt *o = &j->plan.opt;
@@ -70,9 +79,11 @@ static void describe(const job *j, char line[512])
     snprintf(
         line, 512,
         "quantize 1 bits %g head %g codebook %d half-rates %d calibration %016" PRIx64
-        " %" PRId64 " x %" PRId64 " source %016" PRIx64 "\n",
+        " %" PRId64 " x %" PRId64 "%s source %016" PRIx64 "\n",
         o->bits, o->head_k2 / 2.0, (int)o->codebook, o->half_rates, text, j->text.n_row,
-        j->text.cols, source);
+        j->text.cols,
+        j->text.n_row > 0 && strncmp(device_of(j), "cuda", 4) == 0 ? " on a GPU" : "",
+        source);
 }
 
 static int read_options(const hx_cli *c, qz_plan_opt *o, hx_err *err)
@@ -98,9 +109,11 @@ static int read_options(const hx_cli *c, qz_plan_opt *o, hx_err *err)
         return hx_fail(err, HX_EARG, "--head-bits %g: codebook %s has no such rate",
                        c->head_bits, names[o->codebook]);
     if (c->calib == NULL)
-        return hx_fail(err, HX_EARG,
-                       "quantize needs --calib FILE, a text like what the model will "
-                       "read and write; --calib none does without, at some loss");
+        return hx_fail(
+            err, HX_EARG,
+            "quantize needs --calib FILE, a text like what the model will "
+            "read and write (2 MB of it fill 250 rows of 2048 tokens, and 200 "
+            "KB do much of the work); --calib none does without, at some loss");
     return 0;
 }
 
@@ -207,7 +220,41 @@ static void show(job *j, const char *what, bool always)
             j->person ? " " : "\n");
 }
 
+static hx_pool *pool_of(const job *j)
+{
+    return j->pool != NULL ? j->pool : j->dev->pool;
+}
+
 /* ---- matrices -------------------------------------------------------------------- */
+
+typedef struct {
+    const hx_mat *m;
+    float *out;
+    int64_t rows; /* of a part, the blocks of scales whole */
+} expansion;
+
+/* Part p of a plain matrix. */
+static void expand_part(void *ud, int64_t begin, int64_t end, int worker)
+{
+    static const size_t elem[HX_N_FMT] = {
+        [HX_FMT_F32] = 4, [HX_FMT_F16] = 2, [HX_FMT_BF16] = 2, [HX_FMT_FP8] = 1
+    };
+    const expansion *x = ud;
+    const hx_mat *m = x->m;
+
+    (void)worker;
+    for (int64_t p = begin; p < end; p++) {
+        const int64_t at = p * x->rows;
+        hx_mat part = *m;
+
+        part.n = HX_MIN(x->rows, m->n - at);
+        part.w = (const char *)m->w + (size_t)(at * m->k) * elem[m->fmt];
+        if (m->fmt == HX_FMT_FP8)
+            part.scale = (const float *)m->scale +
+                         at / m->block_n * ((m->k + m->block_k - 1) / m->block_k);
+        hx_mat_expand(&part, x->out + at * m->k, NULL); /* fails for EXL3 only */
+    }
+}
 
 static int read_unit(job *j, const qz_unit *u, float *w, hx_err *err)
 {
@@ -223,9 +270,11 @@ static int read_unit(job *j, const qz_unit *u, float *w, hx_err *err)
         hx_mat m;
         int rc;
 
-        if ((rc = hx_weights_mat(j->model->weights, &want, &m, err)) != 0 ||
-            (rc = hx_mat_expand(&m, w + at, err)) != 0)
+        if ((rc = hx_weights_mat(j->model->weights, &want, &m, err)) != 0)
             return rc;
+        expansion x = { &m, w + at, m.fmt == HX_FMT_FP8 ? m.block_n : 128 };
+
+        hx_pool_run(pool_of(j), (m.n + x.rows - 1) / x.rows, 1, expand_part, &x);
         at += m.n * m.k;
     }
     return 0;
@@ -267,9 +316,10 @@ static int convert(job *j, int64_t i, hx_err *err)
                                 .k = u->k,
                                 .codebook = j->plan.opt.codebook,
                                 .k2 = u->k2,
-                                .seed = mix(MIX_START, u->key, strlen(u->key)) };
+                                .seed = mix(MIX_START, u->key, strlen(u->key)),
+                                .dev = j->dev };
 
-        if ((rc = hx_exl3_encode(&e, j->pool, &out, err)) == 0 &&
+        if ((rc = hx_exl3_encode(&e, pool_of(j), &out, err)) == 0 &&
             (rc = qz_out_unit(&j->plan, u, out.trellis, out.suh, out.svh, err)) == 0)
             rc = qz_out_note(&j->out, err, "unit %lld %.17g %.17g", (long long)i,
                              out.proxy, out.mse);
@@ -427,6 +477,49 @@ static void print_rates(const job *j)
 
 /* ---- command -------------------------------------------------------------------------- */
 
+/* The pool is for what stays on the host even beside a GPU. */
+static int open_device(job *j, hx_err *err)
+{
+    const hx_cli *c = j->c;
+    const hx_dev_opt opt = { .name = device_of(j),
+                             .n_threads = (int)c->threads,
+                             .cpus = c->cpus };
+    int rc;
+
+    if (j->text.n_row > 0) {
+        if ((rc = qz_calib_open(&j->calib, j->model, &j->text, j->out.work, &opt, err)) !=
+            0)
+            return rc;
+        j->dev = qz_calib_dev(j->calib);
+    } else if ((rc = hx_dev_open(&j->dev, &opt, err)) != 0) {
+        return rc;
+    }
+    printf("device %s", j->dev->text);
+    if (j->text.n_row > 0)
+        printf("; calibration: %lld row%s of %lld tokens%s", (long long)j->text.n_row,
+               j->text.n_row == 1 ? "" : "s", (long long)j->text.cols,
+               j->text.n_row < c->calib_rows ? ", which is all that the text has" : "");
+    printf("\n");
+    if (j->dev->pool != NULL)
+        return 0;
+    return hx_pool_open(&j->pool, opt.n_threads > 0 ? opt.n_threads : hx_sys_n_cpu(),
+                        opt.cpus, err);
+}
+
+/* Of all that was written, read back. */
+static int write_sums(const job *j, hx_err *err)
+{
+    hx_weights *w = NULL;
+    hx_sums *sums = NULL;
+    int rc = hx_weights_open(&w, j->out.dir, err);
+
+    if (rc == 0 && (rc = hx_sums_make(&sums, w, pool_of(j), NULL, NULL, err)) == 0)
+        rc = hx_sums_write(sums, j->out.dir, err);
+    hx_sums_close(sums);
+    hx_weights_close(w);
+    return rc;
+}
+
 static int prepare(job *j, hx_err *err)
 {
     const hx_cli *c = j->c;
@@ -455,18 +548,8 @@ static int prepare(job *j, hx_err *err)
     hx_free(text);
     if (rc != 0)
         return rc;
-    if (j->text.n_row > 0) {
-        if ((rc = qz_calib_open(&j->calib, j->model, &j->text, j->out.work,
-                                (int)c->threads, c->cpus, err)) != 0)
-            return rc;
-        j->pool = qz_calib_pool(j->calib);
-    } else {
-        if ((rc =
-                 hx_pool_open(&j->pool, c->threads > 0 ? (int)c->threads : hx_sys_n_cpu(),
-                              c->cpus, err)) != 0)
-            return rc;
-        j->own_pool = true;
-    }
+    if ((rc = open_device(j, err)) != 0)
+        return rc;
     if ((rc = weigh(j, err)) != 0 || (rc = qz_plan_rates(&j->plan, err)) != 0 ||
         (rc = qz_plan_layout(&j->plan, err)) != 0 ||
         (!j->copied && (rc = check_disk(j, err)) != 0))
@@ -490,7 +573,8 @@ static int run(job *j, hx_err *err)
         return rc;
     if ((rc = convert_all(j, err)) != 0 || (rc = write_report(j, err)) != 0)
         return rc;
-    return qz_out_finish(&j->out, &j->plan, j->c->model, size, err);
+    rc = qz_out_finish(&j->out, &j->plan, j->c->model, size, err);
+    return rc != 0 ? rc : write_sums(j, err);
 }
 
 int cmd_quantize(const hx_cli *c)
@@ -520,9 +604,11 @@ int cmd_quantize(const hx_cli *c)
     if (rc == 0)
         printf("%s%s: %lld matrices, %s, %.0f s\n", j.person ? "\n" : "", c->out,
                (long long)j.plan.n_unit, text, (double)(hx_now_us() - j.start_us) / 1e6);
-    if (j.own_pool)
-        hx_pool_close(j.pool);
-    qz_calib_close(j.calib);
+    hx_pool_close(j.pool);
+    if (j.calib != NULL)
+        qz_calib_close(j.calib);
+    else
+        hx_dev_close(j.dev);
     qz_out_close(&j.out);
     hx_free(j.hessian);
     hx_free(j.score);

@@ -150,9 +150,9 @@ void qz_text_free(qz_text *t);
 
 /* A device and a graph that rows go through. work: folder for activations. */
 int qz_calib_open(qz_calib **out, hx_model *m, const qz_text *text, const char *work,
-                  int n_threads, const char *cpus, hx_err *err);
+                  const hx_dev_opt *opt, hx_err *err);
 void qz_calib_close(qz_calib *c);
-hx_pool *qz_calib_pool(const qz_calib *c);
+hx_dev *qz_calib_dev(const qz_calib *c);
 /* Measures weight: the first max_rows rows through the original model, once as they are
  * and once per group with a little noise in its products. */
 int qz_calib_weigh(qz_calib *c, double (*weight)[QZ_N_CLASS], int64_t max_rows,

@@ -1,15 +1,15 @@
 /* quantize_calib.c - calibration: rows of text through the model one layer at a time, and
  * the Hessian of every input on the way. Called by quantize.c. Rows stand in a file
- * between layers, so memory holds one layer and one row. The model's code is not touched:
- * the device's table of operations is replaced by one that looks at products first. */
+ * between layers, so memory, and that of a GPU, holds one layer and one row. The model's
+ * code is not touched: the device's table of operations is replaced by one that looks at
+ * products first. */
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
 #include <unistd.h>
 
 #include "cli/quantize.h"
-#include "dev/dense.h"
-#include "dev/exl3_encode.h"
+#include "dev/enc_ops.h"
 #include "dev/fmt_plain.h"
 
 #define TEXT_MAX (1u << 30)
@@ -17,7 +17,7 @@
 #define MIN_ROW  16   /* tokens; a shorter rest of a text is left out */
 #define NOISE    1e-3 /* of a product's variance: between 5 and 6 bits */
 
-/* Sum of x x^T over rows, and what the shrinkage needs. */
+/* Sum of x x^T over rows, where the device has its memory, and what the shrinkage needs. */
 typedef struct {
     float *sum;
     int64_t k, k_pad, rows;
@@ -38,10 +38,14 @@ struct qz_calib {
     int64_t n_gram;
     int noisy;   /* class of the layer whose products get noise; -1: none */
     int n_noise; /* products that got some in this call */
-    float *row;  /* scratch for rows of an expert: x, gate, up */
-    size_t row_floats;
-    float *pad; /* scratch for rows with padding */
-    size_t pad_floats;
+    hx_enc sums; /* of rows */
+    hx_buf row;  /* scratch for rows of an expert: x, gate, up */
+    hx_buf pad;  /* … for rows with padding */
+    hx_buf list; /* … for row numbers, i32 [rows] */
+    float *host; /* … for what a device gives or takes; unused where that is the host */
+    size_t host_floats;
+    int32_t *id;    /* picks of a call [rows, active], and the rows of one expert */
+    double *square; /* [rows] */
 };
 
 /* ---- text ------------------------------------------------------------------- */
@@ -127,38 +131,56 @@ void qz_text_free(qz_text *t)
 
 /* ---- looking at products ----------------------------------------------------- */
 
-static int reserve(float **p, size_t *have, int64_t want, hx_err *err)
+static int reserve(qz_calib *c, hx_buf *b, int64_t floats, hx_err *err)
+{
+    const size_t bytes = (size_t)floats * sizeof(float);
+
+    if (bytes <= b->n)
+        return 0;
+    hx_dev_free(c->dev, b);
+    return hx_dev_alloc(c->dev, b, bytes, err);
+}
+
+/* Where floats of a device can be read and written by the host. */
+static int mirror_of(qz_calib *c, hx_buf b, int64_t floats, float **out, hx_err *err)
 {
     float *more;
 
-    if ((size_t)want <= *have)
+    *out = b.p;
+    if (hx_dev_is_host(c->dev))
         return 0;
-    if ((more = hx_realloc(*p, (size_t)want * sizeof(float))) == NULL)
-        return hx_fail(err, HX_ENOMEM, "calibration: no memory for %lld floats",
-                       (long long)want);
-    *p = more;
-    *have = (size_t)want;
+    if ((size_t)floats > c->host_floats) {
+        if ((more = hx_realloc(c->host, (size_t)floats * sizeof(float))) == NULL)
+            return hx_fail(err, HX_ENOMEM, "calibration: no memory for %lld floats",
+                           (long long)floats);
+        c->host = more;
+        c->host_floats = (size_t)floats;
+    }
+    *out = c->host;
     return 0;
 }
 
-static bool add_norms(const float *x, int64_t k, double *fourth)
+static int pull(qz_calib *c, hx_buf b, int64_t floats, float **out, hx_err *err)
 {
-    double sum = 0;
+    const int rc = mirror_of(c, b, floats, out, err);
 
-    for (int64_t i = 0; i < k; i++)
-        sum += (double)x[i] * (double)x[i];
-    if (!isfinite(sum))
-        return false;
-    *fourth += sum * sum;
-    return true;
+    return rc != 0 || *out == b.p
+               ? rc
+               : hx_dev_get(c->dev, *out, b, (size_t)floats * sizeof(float), err);
+}
+
+static int push(qz_calib *c, hx_buf b, int64_t floats, const float *from, hx_err *err)
+{
+    return from == b.p ? 0
+                       : hx_dev_put(c->dev, b, from, (size_t)floats * sizeof(float), err);
 }
 
 /* Rows that are not finite do not count. */
 static int look(qz_calib *c, int64_t which, const float *x, int64_t ldx, int64_t rows,
                 int64_t k, hx_err *err)
 {
+    const hx_enc_ops *ops = c->sums.ops;
     gram *g = &c->gram[which];
-    int64_t n = 0;
     int rc;
 
     if (rows == 0)
@@ -166,34 +188,42 @@ static int look(qz_calib *c, int64_t which, const float *x, int64_t ldx, int64_t
     if (g->sum == NULL) {
         g->k = k;
         g->k_pad = HX_EXL3_PAD(k);
-        if ((g->sum = hx_new(float, g->k_pad * g->k_pad)) == NULL)
-            return hx_fail(err, HX_ENOMEM,
-                           "calibration: no memory for a Hessian of %lld inputs",
-                           (long long)k);
+        if ((rc = ops->alloc(&c->sums, &g->sum, g->k_pad * g->k_pad, err)) != 0)
+            return rc;
     }
-    if ((rc = reserve(&c->pad, &c->pad_floats, rows * g->k_pad, err)) != 0)
+    if ((rc = reserve(c, &c->pad, rows * g->k_pad, err)) != 0)
+        return rc;
+    float *const pad = c->pad.p;
+
+    if (k != g->k_pad)
+        ops->zero(&c->sums, pad, rows * g->k_pad);
+    ops->copy(&c->sums, pad, g->k_pad, x, ldx, rows, k);
+    if ((rc = ops->dot_rows(&c->sums, pad, pad, rows, g->k_pad, c->square, err)) != 0)
         return rc;
     for (int64_t r = 0; r < rows; r++) {
-        float *to = c->pad + n * g->k_pad;
-
-        if (!add_norms(x + r * ldx, k, &g->fourth))
-            continue;
-        memcpy(to, x + r * ldx, (size_t)k * sizeof(float));
-        memset(to + k, 0, (size_t)(g->k_pad - k) * sizeof(float));
-        n++;
+        if (isfinite(c->square[r])) {
+            g->fourth += c->square[r] * c->square[r];
+            g->rows++;
+        } else {
+            ops->zero(&c->sums, pad + r * g->k_pad, g->k_pad);
+        }
     }
-    g->rows += n;
-    hx_dense_gram(c->dev->pool, g->sum, g->k_pad, c->pad, g->k_pad, n, g->k_pad, 1);
+    ops->gram(&c->sums, g->sum, pad, rows, g->k_pad);
     return 0;
 }
 
 /* Adds to each output what a search of distortion NOISE would add to it, about: noise in
  * proportion to the output's rms over the rows. times: how many such errors at once. */
-static void add_noise(qz_calib *c, float *y, int64_t ldy, int64_t rows, int64_t n,
-                      int times)
+static int add_noise(qz_calib *c, hx_buf out, int64_t ldy, int64_t rows, int64_t n,
+                     int times, hx_err *err)
 {
     const uint64_t seed = (uint64_t)c->n_noise++ << 32;
+    const int64_t all = (rows - 1) * ldy + n;
+    float *y;
+    int rc = pull(c, out, all, &y, err);
 
+    if (rc != 0)
+        return rc;
     for (int64_t j = 0; j < n; j++) {
         double sum = 0;
 
@@ -205,6 +235,7 @@ static void add_noise(qz_calib *c, float *y, int64_t ldy, int64_t rows, int64_t 
             y[r * ldy + j] +=
                 (float)(rms * hx_rng_normal(seed | (uint64_t)j, (uint64_t)r));
     }
+    return push(c, out, all, y, err);
 }
 
 /* The spy is found from the device: only the table in front of it is ours. */
@@ -264,94 +295,106 @@ static int spy_matmul(hx_dev *d, const hx_matmul_args *a, hx_err *err)
         return rc;
     if ((rc = c->ops->matmul(d, a, err)) != 0)
         return rc;
-    if (c->noisy >= 0 && class_of(c, a->w) == c->noisy)
-        add_noise(c, a->y.p, a->ldy, a->rows, a->w->n, 1);
-    return 0;
+    return c->noisy >= 0 && class_of(c, a->w) == c->noisy
+               ? add_noise(c, a->y, a->ldy, a->rows, a->w->n, 1, err)
+               : 0;
 }
 
-/* The input of one expert's down for the rows that picked it. */
+/* The input of one expert's down for the rows that picked it, as c->id says. */
 static int look_at_expert(qz_calib *c, const hx_moe_args *a, int32_t e, hx_err *err)
 {
     const hx_expert *w = &a->expert[e];
-    const int32_t *id = a->id.p;
-    const int64_t k = w->gate.k, f = w->gate.n;
+    const int64_t k = w->gate.k, f = w->gate.n, picks = a->rows * a->active;
+    int32_t *rows = c->id + picks;
     int64_t n = 0;
-    int rc = reserve(&c->row, &c->row_floats, a->rows * (k + 2 * f), err);
+    int rc;
 
-    if (rc != 0)
-        return rc;
-    float *x = c->row, *gate = x + a->rows * k, *up = gate + a->rows * f;
-
-    for (int64_t i = 0; i < a->rows * a->active; i++)
-        if (id[i] == e)
-            memcpy(x + n++ * k, (const float *)a->x.p + i / a->active * k,
-                   (size_t)k * sizeof(float));
+    for (int64_t i = 0; i < picks; i++)
+        if (c->id[i] == e)
+            rows[n++] = (int32_t)(i / a->active);
     if (n == 0)
         return 0;
-    const hx_buf bx = { x, (size_t)(n * k) * sizeof(float) },
-                 bg = { gate, (size_t)(n * f) * sizeof(float) },
-                 bu = { up, (size_t)(n * f) * sizeof(float) };
+    if ((rc = reserve(c, &c->row, n * (k + 2 * f), err)) != 0 ||
+        (rc = hx_dev_put(c->dev, c->list, rows, (size_t)n * sizeof *rows, err)) != 0)
+        return rc;
+    const hx_mat table = { .fmt = HX_FMT_F32, .n = a->rows, .k = k, .w = a->x.p };
+    const hx_buf x = c->row, gate = hx_buf_at(x, (size_t)(n * k) * sizeof(float)),
+                 up = hx_buf_at(gate, (size_t)(n * f) * sizeof(float));
+    const hx_embed_args gather = {
+        .y = x, .id = c->list, .table = &table, .rows = n, .streams = 1
+    };
     hx_matmul_args mul = {
-        .y = bg, .x = bx, .w = &w->gate, .rows = n, .ldx = k, .ldy = f, .prefill = true
+        .y = gate, .x = x, .w = &w->gate, .rows = n, .ldx = k, .ldy = f, .prefill = true
     };
     const hx_swiglu_args act = {
-        .y = bg, .gate = bg, .up = bu, .rows = n, .dim = f, .limit = a->limit
+        .y = gate, .gate = gate, .up = up, .rows = n, .dim = f, .limit = a->limit
     };
 
-    if ((rc = c->ops->matmul(c->dev, &mul, err)) != 0)
+    if ((rc = c->ops->embed(c->dev, &gather, err)) != 0 ||
+        (rc = c->ops->matmul(c->dev, &mul, err)) != 0)
         return rc;
-    mul.y = bu;
+    mul.y = up;
     mul.w = &w->up;
     if ((rc = c->ops->matmul(c->dev, &mul, err)) != 0 ||
         (rc = c->ops->swiglu(c->dev, &act, err)) != 0)
         return rc;
-    return look(c, QZ_H_EXPERT + e, gate, f, n, f, err);
+    return look(c, QZ_H_EXPERT + e, gate.p, f, n, f, err);
 }
 
 static int spy_moe(hx_dev *d, const hx_moe_args *a, hx_err *err)
 {
     qz_calib *c = owner(d);
+    const size_t bytes = (size_t)(a->rows * a->active) * sizeof *c->id;
     int rc;
 
     if (c->gram != NULL && c->layer >= 0 && c->layer < c->model->desc.n_layer &&
-        a->expert == c->model->layer[c->layer].expert)
+        a->expert == c->model->layer[c->layer].expert) {
+        if ((rc = hx_dev_get(d, c->id, a->id, bytes, err)) != 0)
+            return rc;
         for (int32_t e = 0; e < (int32_t)a->n_expert; e++)
             if ((rc = look_at_expert(c, a, e, err)) != 0)
                 return rc;
-    if ((rc = c->ops->moe(d, a, err)) == 0 && c->noisy == QZ_ROUTED)
-        add_noise(c, a->y.p, a->expert->down.n, a->rows * a->active, a->expert->down.n,
-                  3);
-    return rc;
+    }
+    rc = c->ops->moe(d, a, err);
+    return rc == 0 && c->noisy == QZ_ROUTED
+               ? add_noise(c, a->y, a->expert->down.n, a->rows * a->active,
+                           a->expert->down.n, 3, err)
+               : rc;
 }
 
 /* ---- opening ------------------------------------------------------------------ */
 
 int qz_calib_open(qz_calib **out, hx_model *m, const qz_text *text, const char *work,
-                  int n_threads, const char *cpus, hx_err *err)
+                  const hx_dev_opt *opt, hx_err *err)
 {
     const int64_t cols = text->cols;
-    const hx_dev_opt opt = { .n_threads = n_threads,
-                             .cpus = cpus,
-                             .limits = hx_model_limits(&m->desc, cols, cols) };
+    hx_dev_opt dev = *opt;
     qz_calib *c = hx_new(qz_calib, 1);
     int rc;
 
     *out = NULL;
-    if (c == NULL)
-        return hx_fail(err, HX_ENOMEM, "calibration: no memory");
+    if (c == NULL || (c->square = hx_new(double, cols)) == NULL ||
+        (c->id = hx_new(int32_t, cols * (m->desc.n_active + 1))) == NULL) {
+        rc = hx_fail(err, HX_ENOMEM, "calibration: no memory");
+        goto fail;
+    }
     c->model = m;
     c->text = text;
     c->layer = c->noisy = -1;
     snprintf(c->work, sizeof c->work, "%s", work);
-    if ((rc = hx_dev_open(&c->dev, &opt, err)) != 0 ||
+    dev.limits = hx_model_limits(&m->desc, cols, cols);
+    /* The last two say which search there is room for: none is made. */
+    c->sums =
+        (hx_enc) { .n = HX_MAX(cols, 128), .k = 128, .codebook = HX_CB_MUL1, .k2 = 16 };
+    if ((rc = hx_dev_open(&c->dev, &dev, err)) != 0 ||
+        (rc = hx_enc_open(&c->sums, c->dev->pool, c->dev, err)) != 0 ||
+        (rc = hx_dev_alloc(c->dev, &c->list, (size_t)cols * sizeof(int32_t), err)) != 0 ||
         (rc = hx_cache_open(&c->cache, &m->desc, c->dev, 1, cols,
                             (int32_t)((cols + HX_PAGE - 1) / HX_PAGE), HX_CACHE_F32,
                             err)) != 0 ||
         (rc = hx_graph_open(&c->graph, m, c->dev, c->cache, cols, OUT_ROWS, cols, err)) !=
-            0) {
-        qz_calib_close(c);
-        return rc;
-    }
+            0)
+        goto fail;
     c->ops = c->dev->ops;
     c->spy = *c->ops;
     c->spy.matmul = spy_matmul;
@@ -359,12 +402,15 @@ int qz_calib_open(qz_calib **out, hx_model *m, const qz_text *text, const char *
     c->dev->ops = &c->spy;
     *out = c;
     return 0;
+fail:
+    qz_calib_close(c);
+    return rc;
 }
 
 static void drop_grams(qz_calib *c)
 {
-    for (int64_t i = 0; i < c->n_gram; i++)
-        hx_free(c->gram[i].sum);
+    for (int64_t i = 0; c->gram != NULL && i < c->n_gram; i++)
+        c->sums.ops->free(&c->sums, c->gram[i].sum);
     hx_free(c->gram);
     c->gram = NULL;
     c->n_gram = 0;
@@ -379,15 +425,83 @@ void qz_calib_close(qz_calib *c)
         c->dev->ops = c->ops;
     hx_graph_close(c->graph);
     hx_cache_close(c->cache);
+    hx_enc_close(&c->sums);
+    if (c->dev != NULL) {
+        hx_dev_free(c->dev, &c->row);
+        hx_dev_free(c->dev, &c->pad);
+        hx_dev_free(c->dev, &c->list);
+    }
     hx_dev_close(c->dev);
-    hx_free(c->row);
-    hx_free(c->pad);
+    hx_free(c->host);
+    hx_free(c->id);
+    hx_free(c->square);
     hx_free(c);
 }
 
-hx_pool *qz_calib_pool(const qz_calib *c)
+hx_dev *qz_calib_dev(const qz_calib *c)
 {
-    return c->dev->pool;
+    return c->dev;
+}
+
+/* ---- layers on a device --------------------------------------------------------- */
+
+/* A layer, or what is outside of them, on the device, and the model's pointers as they
+ * were. */
+typedef struct {
+    int64_t layer; /* -1: nothing is there */
+    hx_buf at;
+    hx_layer was;
+    hx_expert *expert;
+    hx_mat embed, head;
+    hx_buf norm;
+} stay;
+
+static void layer_leave(qz_calib *c, stay *s)
+{
+    hx_model *m = c->model;
+
+    if (s->layer == m->desc.n_layer) {
+        m->embed = s->embed;
+        m->head = s->head;
+        m->norm = s->norm;
+    } else if (s->layer >= 0) {
+        m->layer[s->layer] = s->was;
+        if (s->was.expert != NULL)
+            memcpy(s->was.expert, s->expert,
+                   (size_t)m->desc.n_expert * sizeof *s->expert);
+    }
+    if (s->at.p != NULL)
+        hx_dev_free(c->dev, &s->at);
+    hx_free(s->expert);
+    *s = (stay) { .layer = -1 };
+}
+
+/* layer n_layer: embedding, output matrix, the norm before it. */
+static int layer_enter(qz_calib *c, stay *s, int64_t layer, hx_err *err)
+{
+    hx_model *m = c->model;
+    int rc;
+
+    *s = (stay) { .layer = -1 };
+    if (hx_dev_is_host(c->dev))
+        return 0;
+    s->embed = m->embed;
+    s->head = m->head;
+    s->norm = m->norm;
+    if (layer < m->desc.n_layer) {
+        s->was = m->layer[layer];
+        if (s->was.expert != NULL) {
+            const size_t bytes = (size_t)m->desc.n_expert * sizeof *s->expert;
+
+            if ((s->expert = hx_new(hx_expert, m->desc.n_expert)) == NULL)
+                return hx_fail(err, HX_ENOMEM, "calibration: no memory");
+            memcpy(s->expert, s->was.expert, bytes);
+        }
+    }
+    s->layer = layer;
+    if ((rc = hx_model_place_layer(m, c->dev, layer, &s->at, err)) != 0)
+        layer_leave(c, s);
+    return rc;
 }
 
 /* ---- rows through layers ------------------------------------------------------- */
@@ -427,27 +541,41 @@ static void activations_path(const qz_calib *c, int64_t layer, char path[2200])
     snprintf(path, 2200, "%s/rows-%lld", c->work, (long long)(layer & 1));
 }
 
-/* Row row before layer: embedded, or from the file in. */
-static int row_load(qz_calib *c, const row_call *r, int64_t row, int64_t layer, int in,
+/* A row before layer: embedded, or from place at of a file. */
+static int row_load(qz_calib *c, const row_call *r, int64_t layer, uint64_t at, int fd,
                     hx_err *err)
 {
-    const uint64_t bytes = row_floats(c) * sizeof(float);
-
     if (layer == 0)
         return hx_graph_begin(c->graph, &r->batch, err);
-    const int rc = hx_graph_resume(c->graph, &r->batch, layer, err);
+    const hx_buf to = hx_graph_streams(c->graph);
+    const int64_t floats = r->batch.rows.n_row * (int64_t)row_floats(c);
+    float *x;
+    int rc;
+
+    if ((rc = hx_graph_resume(c->graph, &r->batch, layer, err)) != 0 ||
+        (rc = mirror_of(c, to, floats, &x, err)) != 0 ||
+        (rc = qz_read_at(fd, x, (size_t)floats * sizeof *x, at, "activations", err)) != 0)
+        return rc;
+    return push(c, to, floats, x, err);
+}
+
+static int row_save(qz_calib *c, const row_call *r, uint64_t at, int fd, hx_err *err)
+{
+    const int64_t floats = r->batch.rows.n_row * (int64_t)row_floats(c);
+    float *x;
+    const int rc = pull(c, hx_graph_streams(c->graph), floats, &x, err);
 
     return rc != 0
                ? rc
-               : qz_read_at(in, hx_graph_streams(c->graph).p,
-                            (size_t)r->batch.rows.n_row * bytes,
-                            (uint64_t)(row * c->text->cols) * bytes, "activations", err);
+               : qz_write_at(fd, x, (size_t)floats * sizeof *x, at, "activations", err);
 }
 
-static int pass_row(qz_calib *c, int64_t row, int64_t layer, int in, int out, hx_err *err)
+/* One row through layer (n_layer: to the logits). Looked at, or kept in the file out. */
+static int pass_row(qz_calib *c, int64_t row, int64_t layer, int in, int out, bool looked,
+                    hx_err *err)
 {
     const int64_t n_layer = c->model->desc.n_layer, n_out = OUT_ROWS;
-    const uint64_t bytes = row_floats(c) * sizeof(float);
+    const uint64_t at = (uint64_t)(row * c->text->cols) * row_floats(c) * sizeof(float);
     row_call r;
     int rc = row_begin(c, &r, row, err);
 
@@ -455,19 +583,32 @@ static int pass_row(qz_calib *c, int64_t row, int64_t layer, int in, int out, hx
         return rc;
     const int64_t n = r.batch.rows.n_row;
 
-    c->layer = -1;
-    rc = row_load(c, &r, row, HX_MAX(layer - 1, 0), in, err);
-    if (rc == 0 && layer > 0 &&
-        (rc = hx_graph_layers(c->graph, layer - 1, layer, err)) == 0)
-        rc = qz_write_at(out, hx_graph_streams(c->graph).p, (size_t)n * bytes,
-                         (uint64_t)(row * c->text->cols) * bytes, "activations", err);
-    c->layer = layer;
+    c->layer = looked ? layer : -1;
+    rc = row_load(c, &r, layer, at, in, err);
     if (rc == 0 && layer < n_layer)
         rc = hx_graph_layers(c->graph, layer, layer + 1, err);
-    for (int64_t at = 0; rc == 0 && layer == n_layer && at < n; at += n_out)
-        rc = hx_graph_out(c->graph, at, HX_MIN(n_out, n - at), err);
+    for (int64_t i = 0; rc == 0 && layer == n_layer && i < n; i += n_out)
+        rc = hx_graph_out(c->graph, i, HX_MIN(n_out, n - i), err);
+    if (rc == 0 && !looked)
+        rc = row_save(c, &r, at, out, err);
     c->layer = -1;
     hx_cache_drop(c->cache, r.span.slot);
+    return rc;
+}
+
+/* All rows. */
+static int pass_rows(qz_calib *c, int64_t layer, int in, int out, bool looked,
+                     hx_err *err)
+{
+    stay here, ends = { .layer = -1 };
+    int rc = layer_enter(c, &here, layer, err);
+
+    if (rc == 0 && layer == 0)
+        rc = layer_enter(c, &ends, c->model->desc.n_layer, err);
+    for (int64_t r = 0; rc == 0 && r < c->text->n_row; r++)
+        rc = pass_row(c, r, layer, in, out, looked, err);
+    layer_leave(c, &ends);
+    layer_leave(c, &here);
     return rc;
 }
 
@@ -476,27 +617,27 @@ static int pass_row(qz_calib *c, int64_t row, int64_t layer, int in, int out, hx
 /* Sum to mean, drawn to a multiple of the identity as far as so few rows cannot tell it
  * from one (Ledoit and Wolf 2004, J. Multivariate Analysis 88): an expert that no row
  * reached gets the identity, one with many rows its own Hessian. */
-static void shrink(gram *g)
+static void shrink(const gram *g, float *sum)
 {
     const int64_t k = g->k_pad, real = g->k;
     const double n = (double)g->rows;
     double trace = 0, all = 0;
 
-    hx_dense_mirror(g->sum, k);
+    hx_dense_mirror(sum, k);
     for (int64_t i = 0; i < k * k; i++) {
-        g->sum[i] /= (float)n;
-        all += (double)g->sum[i] * (double)g->sum[i];
+        sum[i] /= (float)n;
+        all += (double)sum[i] * (double)sum[i];
     }
     for (int64_t i = 0; i < real; i++)
-        trace += (double)g->sum[i * k + i];
+        trace += (double)sum[i * k + i];
     const double mu = trace / (double)real, spread = all - trace * mu,
                  noise = (g->fourth / n - all) / n;
     const double part = spread > 0 ? HX_MIN(HX_MAX(noise / spread, 0), 1) : 1;
 
     for (int64_t i = 0; i < k * k; i++)
-        g->sum[i] *= (float)(1 - part);
+        sum[i] *= (float)(1 - part);
     for (int64_t i = 0; i < real; i++)
-        g->sum[i * k + i] += (float)(part * mu);
+        sum[i * k + i] += (float)(part * mu);
 }
 
 static void hessians_path(const qz_calib *c, int64_t layer, char path[2200])
@@ -515,13 +656,18 @@ static int write_hessians(qz_calib *c, int64_t layer, hx_err *err)
     if ((fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)) < 0)
         return hx_fail(err, HX_EIO, "%s: %s", path, strerror(errno));
     for (int64_t i = 0; rc == 0 && i < c->n_gram; i++) {
-        gram *g = &c->gram[i];
+        const gram *g = &c->gram[i];
         const int64_t k = g->rows > 0 ? g->k_pad : 0;
+        const hx_buf sum = { g->sum, (size_t)(k * k) * sizeof(float) };
+        float *h = NULL;
 
-        if (k > 0)
-            shrink(g);
-        if ((rc = qz_write_at(fd, &k, sizeof k, (uint64_t)i * sizeof k, path, err)) == 0)
-            rc = qz_write_at(fd, g->sum, (size_t)(k * k) * sizeof(float), at, path, err);
+        rc = qz_write_at(fd, &k, sizeof k, (uint64_t)i * sizeof k, path, err);
+        if (rc != 0 || k == 0)
+            continue;
+        if ((rc = pull(c, sum, k * k, &h, err)) == 0) {
+            shrink(g, h);
+            rc = qz_write_at(fd, h, sum.n, at, path, err);
+        }
         at += (uint64_t)(k * k) * sizeof(float);
     }
     if (rc == 0 && fdatasync(fd) != 0)
@@ -582,10 +728,12 @@ int qz_calib_pass(qz_calib *c, int64_t layer, hx_err *err)
     if (layer > 1 && (in = open(in_path, O_RDONLY | O_CLOEXEC)) < 0)
         rc = hx_fail(err, HX_EIO, "%s: %s", in_path, strerror(errno));
     if (rc == 0 && layer > 0 &&
-        (out = open(out_path, O_WRONLY | O_CREAT | O_CLOEXEC, 0666)) < 0)
+        (out = open(out_path, O_RDWR | O_CREAT | O_CLOEXEC, 0666)) < 0)
         rc = hx_fail(err, HX_EIO, "%s: %s", out_path, strerror(errno));
-    for (int64_t r = 0; rc == 0 && r < c->text->n_row; r++)
-        rc = pass_row(c, r, layer, in, out, err);
+    if (rc == 0 && layer > 0)
+        rc = pass_rows(c, layer - 1, in, out, false, err);
+    if (rc == 0)
+        rc = pass_rows(c, layer, out, -1, true, err);
     if (rc == 0)
         rc = write_hessians(c, layer, err);
     if (rc == 0 && out >= 0 && fdatasync(out) != 0)
@@ -634,19 +782,12 @@ static int step_variant(qz_calib *c, variants *v, int64_t row, int64_t layer,
 
     if (rc != 0)
         return rc;
-    const size_t bytes = (size_t)r.batch.rows.n_row * row_floats(c) * sizeof(float);
-
-    if (layer == 0)
-        rc = hx_graph_begin(c->graph, &r.batch, err);
-    else if ((rc = hx_graph_resume(c->graph, &r.batch, layer, err)) == 0)
-        rc = qz_read_at(v->fd, hx_graph_streams(c->graph).p, bytes,
-                        variant_at(c, v, from, row), "activations", err);
+    rc = row_load(c, &r, layer, variant_at(c, v, from, row), v->fd, err);
     c->layer = layer;
     c->noisy = noisy;
     c->n_noise = 0;
     if (rc == 0 && (rc = hx_graph_layers(c->graph, layer, layer + 1, err)) == 0)
-        rc = qz_write_at(v->fd, hx_graph_streams(c->graph).p, bytes,
-                         variant_at(c, v, to, row), "activations", err);
+        rc = row_save(c, &r, variant_at(c, v, to, row), v->fd, err);
     c->layer = c->noisy = -1;
     hx_cache_drop(c->cache, r.span.slot);
     return rc;
@@ -686,13 +827,13 @@ static int compare_row(qz_calib *c, variants *v, int64_t row, float *clean, hx_e
     for (int64_t at = 0; rc == 0 && at < n; at += OUT_ROWS)
         for (int64_t i = 0; rc == 0 && i < v->n; i++) {
             const int64_t m = HX_MIN(OUT_ROWS, n - at);
-            const float *logits = hx_graph_logits(c->graph).p;
+            float *logits;
 
-            if ((rc = hx_graph_resume(c->graph, &r.batch, d->n_layer, err)) != 0 ||
-                (rc = qz_read_at(v->fd, hx_graph_streams(c->graph).p,
-                                 (size_t)n * row_floats(c) * sizeof(float),
-                                 variant_at(c, v, i, row), "activations", err)) != 0 ||
-                (rc = hx_graph_out(c->graph, at, m, err)) != 0)
+            if ((rc = row_load(c, &r, d->n_layer, variant_at(c, v, i, row), v->fd,
+                               err)) != 0 ||
+                (rc = hx_graph_out(c->graph, at, m, err)) != 0 ||
+                (rc = pull(c, hx_graph_logits(c->graph), m * d->n_vocab, &logits, err)) !=
+                    0)
                 break;
             if (i == 0)
                 memcpy(clean, logits, (size_t)(m * d->n_vocab) * sizeof(float));
@@ -704,31 +845,40 @@ static int compare_row(qz_calib *c, variants *v, int64_t row, float *clean, hx_e
     return rc;
 }
 
+/* All variants through a layer; those that begin with it from the clean one. */
+static int variants_layer(qz_calib *c, variants *v, int64_t l, hx_err *err)
+{
+    const int64_t old = v->n;
+    int rc = 0;
+
+    for (int k = 0; k < QZ_N_CLASS; k++)
+        if (has_class(&c->model->layer[l], k)) {
+            v->layer[v->n] = (int)l;
+            v->class[v->n++] = k;
+        }
+    for (int64_t row = 0; rc == 0 && row < v->rows; row++)
+        for (int64_t i = v->n - 1; rc == 0 && i >= 0; i--) /* the clean one last */
+            rc = step_variant(c, v, row, l, i < old ? i : 0, i,
+                              i < old ? -1 : v->class[i], err);
+    return rc;
+}
+
 static int run_variants(qz_calib *c, variants *v, float *clean, hx_err *err)
 {
     const int64_t n_layer = c->model->desc.n_layer;
-    int rc;
+    stay here, ends;
+    int rc = layer_enter(c, &ends, n_layer, err);
 
     v->n = 1;
-    for (int64_t l = 0; l < n_layer; l++) {
-        const int64_t old = v->n;
-
-        for (int k = 0; k < QZ_N_CLASS; k++)
-            if (has_class(&c->model->layer[l], k)) {
-                v->layer[v->n] = (int)l;
-                v->class[v->n++] = k;
-            }
-        for (int64_t row = 0; row < v->rows; row++)
-            for (int64_t i = v->n - 1; i >= 0; i--) /* the clean one last: new ones
-                                                     * start from it */
-                if ((rc = step_variant(c, v, row, l, i < old ? i : 0, i,
-                                       i < old ? -1 : v->class[i], err)) != 0)
-                    return rc;
+    for (int64_t l = 0; rc == 0 && l < n_layer; l++) {
+        if ((rc = layer_enter(c, &here, l, err)) == 0)
+            rc = variants_layer(c, v, l, err);
+        layer_leave(c, &here);
     }
-    for (int64_t row = 0; row < v->rows; row++)
-        if ((rc = compare_row(c, v, row, clean, err)) != 0)
-            return rc;
-    return 0;
+    for (int64_t row = 0; rc == 0 && row < v->rows; row++)
+        rc = compare_row(c, v, row, clean, err);
+    layer_leave(c, &ends);
+    return rc;
 }
 
 int qz_calib_weigh(qz_calib *c, double (*weight)[QZ_N_CLASS], int64_t max_rows,

@@ -198,12 +198,16 @@ static void shrinkage(void **state)
                               2 * hx_rng_normal(2, (uint64_t)r));
     for (size_t c = 0; c < HX_LEN(rows); c++) {
         const int n = rows[c];
-        gram g = { .sum = got, .k = REAL, .k_pad = K, .rows = n };
+        gram g = { .k = REAL, .k_pad = K, .rows = n };
         double s[REAL][REAL] = { { 0 } }, mu = 0, b2 = 0, d2 = 0;
 
         memset(got, 0, sizeof got);
         for (int r = 0; r < n; r++) {
-            add_norms(x[r], REAL, &g.fourth);
+            double norm = 0;
+
+            for (int i = 0; i < REAL; i++)
+                norm += (double)x[r][i] * x[r][i];
+            g.fourth += norm * norm;
             for (int i = 0; i < REAL; i++)
                 for (int j = 0; j < REAL; j++) {
                     s[i][j] += (double)x[r][i] * x[r][j] / n;
@@ -225,7 +229,7 @@ static void shrinkage(void **state)
                 }
         const double part = n == 1 ? 0 : fmin(b2 / d2, 1);
 
-        shrink(&g);
+        shrink(&g, got);
         for (int i = 0; i < K; i++)
             for (int j = 0; j < K; j++) {
                 const double want = i >= REAL || j >= REAL

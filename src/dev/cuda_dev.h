@@ -9,6 +9,7 @@
  * cuda_chunk.cu   gated delta rule in chunks
  * cuda_attn.cu    what needs pages: latents, index, attention
  * cuda_mla.cu     attention of prefill rows on Hopper
+ * cuda_encode.cu  the EXL3 encoder's operations (enc_ops.h), for quantize
  * cuda_lane.cu    plan, and what runs beside the stream: pins, pushes, graphs
  * cuda_matmul.cu  products with EXL3 matrices, cuda_moe.cu: experts of them (cuda.h)
  *
@@ -28,6 +29,7 @@ extern "C" {
 
 extern const hx_dev_ops hx_cuda_ops;
 extern const hx_dev_link hx_cuda_link; /* cuda_lane.cu */
+extern const struct hx_enc_ops hx_cuda_encode;
 /* Fills d->own, d->isa and d->text. opt->name: "cuda" or "cuda:N". */
 int hx_cuda_open(hx_dev *d, const hx_dev_opt *opt, hx_err *err);
 void hx_cuda_close(hx_dev *d);

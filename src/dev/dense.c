@@ -148,6 +148,8 @@ bool hx_dense_factor(hx_pool *pool, float *a, int64_t n)
     return true;
 }
 
+/* Later terms first in the second half: what a block of x takes away from those above it
+ * can then be done at once (cuda_encode.cu). */
 void hx_dense_solve(const float *u, int64_t n, float *x)
 {
     for (int64_t i = 0; i < n; i++) {
@@ -156,10 +158,10 @@ void hx_dense_solve(const float *u, int64_t n, float *x)
             x[j] -= u[i * n + j] * x[i];
     }
     for (int64_t i = n - 1; i >= 0; i--) {
-        double sum = x[i];
+        double sum = (double)x[i];
 
-        for (int64_t j = i + 1; j < n; j++)
-            sum -= (double)u[i * n + j] * x[j];
-        x[i] = (float)(sum / u[i * n + i]);
+        for (int64_t j = n - 1; j > i; j--)
+            sum -= (double)u[i * n + j] * (double)x[j];
+        x[i] = (float)(sum / (double)u[i * n + i]);
     }
 }

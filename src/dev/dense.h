@@ -6,6 +6,10 @@
 
 #include "dev/dev.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 /* c[m, n] += sign a[m, k] b[k, n]; a's rows lie ars and its columns acs floats apart. */
 typedef struct {
     float *c;
@@ -27,4 +31,7 @@ bool hx_dense_factor(hx_pool *pool, float *a, int64_t n);
 /* x[n] becomes the solution of U^T U x = x. */
 void hx_dense_solve(const float *u, int64_t n, float *x);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

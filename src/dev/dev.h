@@ -514,6 +514,7 @@ typedef struct hx_dev_link {
     int (*record_end)(hx_dev *, hx_dev_graph **, hx_err *);
     int (*replay)(hx_dev *, hx_dev_graph *, hx_err *);
     void (*graph_free)(hx_dev_graph *);
+    const struct hx_enc_ops *encode; /* the EXL3 encoder's (enc_ops.h); NULL: none */
 } hx_dev_link;
 
 typedef struct {

@@ -8,6 +8,10 @@
 
 #include "dev/dev.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 /* ---- tiles ------------------------------------------------------------ */
 
 /* Searches closed walks of one codebook and rate. n_worker searches may run at once. */
@@ -41,6 +45,8 @@ typedef struct {
     int32_t k2;
     uint64_t seed;                   /* of the signs */
     const float *sign_in, *sign_out; /* [k_pad], [n_pad] instead; NULL: from the seed */
+    hx_dev
+        *dev; /* who works: a GPU; NULL, or a device without such operations: the pool */
 } hx_exl3_job;
 
 /* Sides of an EXL3 matrix are multiples of this. */
@@ -54,8 +60,12 @@ typedef struct {
     float gain;   /* of the rotated weights before the search */
 } hx_exl3_out;
 
-/* All threads of the pool (NULL: this one) work on the one matrix. Memory: about
- * 4 (2 k^2 + 4 k n) bytes. Errors: HX_EARG, HX_ENOMEM. */
+/* All threads of the pool (NULL: this one), or the GPU, work on the one matrix, with the
+ * same bits. Memory, there: about 4 (2 k^2 + 4 k n) bytes. Errors: HX_EARG, HX_ENOMEM,
+ * HX_EDEVICE. */
 int hx_exl3_encode(const hx_exl3_job *job, hx_pool *pool, hx_exl3_out *out, hx_err *err);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

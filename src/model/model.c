@@ -89,15 +89,22 @@ static int visit_layer(const visitor *v, hx_layer *w, int64_t n_expert, hx_err *
     return rc;
 }
 
-static int visit(hx_model *m, const visitor *v, hx_err *err)
+/* What stands outside the layers. */
+static int visit_ends(hx_model *m, const visitor *v, hx_err *err)
 {
     hx_mat *const ends[] = { &m->embed, &m->head };
-    int rc = v->what == ROUTED ? 0 : visit_mats(v, ends, HX_LEN(ends), err);
+    const int rc = visit_mats(v, ends, HX_LEN(ends), err);
+
+    return rc != 0 || v->vec == NULL ? rc : v->vec(v->ud, &m->norm, err);
+}
+
+static int visit(hx_model *m, const visitor *v, hx_err *err)
+{
+    int rc = v->what == ROUTED ? 0 : visit_ends(m, v, err);
 
     for (int64_t l = 0; rc == 0 && l < m->desc.n_layer; l++)
         rc = visit_layer(v, &m->layer[l], m->desc.n_expert, err);
-    return rc != 0 || v->vec == NULL || v->what == ROUTED ? rc
-                                                          : v->vec(v->ud, &m->norm, err);
+    return rc;
 }
 
 /* Parameters and bytes of all matrices (vectors are noise beside them). */
@@ -197,6 +204,27 @@ int hx_model_place(hx_model *m, hx_dev *dev, hx_place what, hx_err *err)
     m->dev = dev;
     p.placed = *placed;
     return visit(m, &v, err);
+}
+
+int hx_model_place_layer(hx_model *m, hx_dev *dev, int64_t layer, hx_buf *out,
+                         hx_err *err)
+{
+    placer p = { 0 };
+    const visitor v = { place_mat, place_vec, &p, ALL };
+
+    *out = (hx_buf) { NULL, 0 };
+    for (int i = 0; i < 2; i++) {
+        int rc = layer == m->desc.n_layer
+                     ? visit_ends(m, &v, err)
+                     : visit_layer(&v, &m->layer[layer], m->desc.n_expert, err);
+
+        if (rc == 0 && i == 0)
+            rc = hx_dev_alloc(dev, out, p.at, err);
+        if (rc != 0)
+            return rc;
+        p = (placer) { .dev = dev, .placed = *out };
+    }
+    return 0;
 }
 
 /* ---- opening ------------------------------------------------------------------ */

@@ -122,6 +122,11 @@ int hx_model_place(hx_model *m, hx_dev *dev, hx_place what, hx_err *err);
 /* Bytes that placing takes. */
 int hx_model_place_bytes(hx_model *m, hx_place what, uint64_t *bytes, hx_err *err);
 
+/* Copies one layer (n_layer: what is outside of them) to *out and points the model there;
+ * the caller keeps the pointers that were, and frees *out, on failure too. */
+int hx_model_place_layer(hx_model *m, hx_dev *dev, int64_t layer, hx_buf *out,
+                         hx_err *err);
+
 /* Sizes that a device must reckon with for calls of up to max_rows rows. */
 hx_dev_limits hx_model_limits(const hx_desc *d, int64_t max_rows, int64_t max_ctx);
 
