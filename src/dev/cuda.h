@@ -121,10 +121,12 @@ typedef struct {
     float *y;
     int64_t rows, ldx, ldy;
     int block_rows; /* of a thread block, 64, 128 or 256; 0: choose. All give the same bits */
+    int once; /* EXL3: decoded first, 1, or while multiplying, -1; 0: choose. So here */
 } hx_cuda_many;
 
-/* Work memory that takes all rows at once; with less, but enough for one row (and of a
- * plain format 128 outputs), they are taken in turns. */
+/* Work memory that takes all rows at once, and of many rows' EXL3 so much decoded that the
+ * kernels are at their best; with less, but enough for one row (and of a plain format 128
+ * outputs), they are taken in turns. */
 size_t hx_cuda_many_bytes(const hx_mat *w, int64_t rows);
 cudaError_t hx_cuda_rows_many(const hx_cuda_many *a, const hx_cuda_work *w,
                               cudaStream_t stream);

@@ -13,7 +13,10 @@
  * of a tile, and the rows are the B operand. So a weight is decoded once for 256 rows,
  * while the tensor cores work. The sums are rotated and scaled on their way out.
  *
- * Plain formats are stored as tiles of halves first (hx_cuda_many); then all is the same. */
+ * Plain formats become an image first, and so does EXL3 where so many rows follow that to
+ * decode once is cheaper; then both operands of a product lie in shared memory. */
+#include <type_traits>
+
 #include "dev/cuda.h"
 #include "dev/cuda_plain.h"
 #include "dev/cuda_tensor.h"
@@ -22,21 +25,36 @@ enum {
     GROUP = 128,                  /* outputs of a thread block: one rotation */
     WARPS = GROUP / 16,           /* that multiply */
     STEP = 64,                    /* inputs of a stage of the pipeline */
-    IMAGE_ROWS = 64,              /* rows whose parts of a step lie together */
-    PART = IMAGE_ROWS * STEP * 2, /* bytes of these */
+    IMAGE_ROWS = 64,              /* pieces start and are copied in multiples of these */
+    PART = IMAGE_ROWS * STEP * 2, /* bytes of their inputs of a step */
     MOST_ROWS = 256,              /* of a thread block */
     OUT_ROWS = 64,                /* that leave together */
-    OUT_PITCH = GROUP + 4,        /* floats; no bank conflicts */
-    OUT_BYTES = OUT_ROWS * OUT_PITCH * 4,
+    OUT_BYTES = OUT_ROWS * GROUP * 4,
+    ENDING_BYTES = 2 * GROUP * 4, /* factor and bias of each output */
     MOST_STAGES = 6,
     MOST_SHARED = 200 << 10, /* bytes: with less a thread block takes 128 rows */
-    K2_HALF = 32,            /* "twice the bits" of tiles of halves */
+    K2_HALF = 32,            /* "twice the bits" of an image */
+    ONCE_ROWS = 2048,        /* so many: EXL3 becomes an image first */
+    ONCE_OUTPUTS = 2048,     /* if work memory takes that much of it */
+    ONCE_BYTES = 96 << 20,   /* of it at a time */
+    SHARE = 2,               /* thread blocks of a cluster on Hopper */
     ROW_THREADS = 256,
+    IMAGE_THREADS = 512, /* most of a row that becomes an image */
+    HELD = 4,            /* 128-input blocks of it that a warp keeps */
 };
 
 /* Of a thread block with N rows: those that multiply, and one more warp, which copies. For
  * 256 rows it brings three along, as registers move between groups of four warps only. */
 template <int N> constexpr int threads_of = 32 * (WARPS + (N == MOST_ROWS ? 4 : 1));
+
+/* Place of input i of row r of an image, in which BLOCK rows' parts of a step follow each
+ * other: 256 of the inputs, a group of the weights. */
+template <int BLOCK>
+HX_DEVICE uint8_t *image_at(uint8_t *image, int steps, uint32_t r, uint32_t i)
+{
+    return image + (int64_t)(r / BLOCK * steps + i / STEP) * (BLOCK * 128) +
+           (r % BLOCK * 128 + 16 * ((i / 8 ^ r) & 7) + i % 8 * 2);
+}
 
 /* ---- rows become an image ------------------------------------------------------ */
 
@@ -51,7 +69,7 @@ struct image_in {
     int active;                   /* x row of a pick: pick / active; 0: the position */
     float limit;
     int steps; /* of 64 inputs */
-    bool wide; /* x (and up) can be read 16 bytes at a time */
+    bool wide; /* x (and up) can be read 16 bytes at a time, to the end */
     uint8_t *image;
     float *scale; /* [positions] what the row was divided by, a power of two */
 };
@@ -61,39 +79,56 @@ HX_DEVICE const hx_cuda_mat *matrix_of(const hx_cuda_expert *e, int which)
     return which == 0 ? &e->gate : which == 1 ? &e->up : &e->down;
 }
 
-/* Four inputs from at on, 0 past the end. */
-HX_DEVICE void load4(const image_in &p, const float *x, int64_t at, float v[4])
-{
-    if (p.wide && at + 4 <= p.k) {
-        const float4 all = *(const float4 *)(x + at);
+/* Four inputs of a row as they come; those past the end are 0. */
+struct inputs {
+    float4 x, up;
+    uint2 suh;
+};
 
-        v[0] = all.x;
-        v[1] = all.y;
-        v[2] = all.z;
-        v[3] = all.w;
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        v[i] = at + i < p.k ? x[at + i] : 0.0f;
+HX_DEVICE float4 load4(const float *x, int64_t n)
+{
+    return make_float4(n > 0 ? x[0] : 0, n > 1 ? x[1] : 0, n > 2 ? x[2] : 0,
+                       n > 3 ? x[3] : 0);
 }
 
-/* The same of the activation, times suh. */
+/* wide: x, up and suh can be read in one piece each, to the end. */
 template <bool ACT>
-HX_DEVICE void load_inputs(const image_in &p, int64_t row, const uint16_t *suh,
-                           int64_t at, float v[4])
+HX_DEVICE inputs load_inputs(const image_in &p, int64_t row, const uint16_t *suh,
+                             int64_t at, bool wide)
 {
-    float u[4];
+    const float *x = p.x + row * p.ldx + at, *up = ACT ? p.up + row * p.ldx + at : NULL;
+    inputs in = {};
 
-    load4(p, p.x + row * p.ldx, at, v);
+    if (wide) {
+        in.x = *(const float4 *)x;
+        if (ACT)
+            in.up = *(const float4 *)up;
+        if (suh != NULL)
+            in.suh = *(const uint2 *)(suh + at);
+        return in;
+    }
+    in.x = load4(x, p.k - at);
     if (ACT)
-        load4(p, p.up + row * p.ldx, at, u);
+        in.up = load4(up, p.k - at);
+    if (suh != NULL)
+        in.suh = make_uint2(suh[at] | (uint32_t)suh[at + 1] << 16,
+                            suh[at + 2] | (uint32_t)suh[at + 3] << 16);
+    return in;
+}
+
+/* Their activation, times suh. */
+template <bool ACT>
+HX_DEVICE void values_of(const image_in &p, const inputs &in, bool rotate, float v[4])
+{
+    const float *x = &in.x.x, *up = &in.up.x;
+
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        if (ACT)
-            v[i] = hx_canon_act(v[i], u[i], p.limit);
-        if (suh != NULL)
-            v[i] = v[i] * hx_half_to(suh[at + i]);
+        const uint32_t h = (i < 2 ? in.suh.x : in.suh.y) >> (16 * (i & 1));
+
+        v[i] = ACT ? hx_canon_act(x[i], up[i], p.limit) : x[i];
+        if (rotate)
+            v[i] = v[i] * hx_half_to((uint16_t)h);
     }
 }
 
@@ -107,10 +142,52 @@ HX_DEVICE float up_scale(float most)
     return hx_float_of((uint32_t)(127 + min(max(14 - e, -100), 100)) << 23);
 }
 
-/* One block: one position. Grid positions. Reads the row, twice, the second time from the
- * cache, and writes half its bytes. */
+/* Sum and difference, two of a rotation's values. */
+HX_DEVICE void fold(float &a, float &b)
+{
+    const float sum = a + b;
+
+    b = a - b;
+    a = sum;
+}
+
+/* A rotation of 128 values, four neighbours a lane, but for the factor. */
+HX_DEVICE void rotate_inputs(float v[4])
+{
+    fold(v[0], v[1]);
+    fold(v[2], v[3]);
+    fold(v[0], v[2]);
+    fold(v[1], v[3]);
+#pragma unroll
+    for (int w = 1; w < 32; w *= 2) {
+        const float sign = (threadIdx.x & w) != 0 ? -1.0f : 1.0f;
+
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            v[i] = fmaf(v[i], sign, __shfl_xor_sync(~0u, v[i], w));
+    }
+}
+
+/* Four inputs of a block of the row at pos, as halves after the rotation. */
+HX_DEVICE void put_inputs(const image_in &p, uint32_t pos, uint32_t block, float v[4],
+                          bool rotate, float up)
+{
+    __half2 h[2];
+
+    if (rotate) {
+        rotate_inputs(v);
+        up *= HX_CANON_ROOT;
+    }
+    h[0] = __floats2half2_rn(v[0] * up, v[1] * up);
+    h[1] = __floats2half2_rn(v[2] * up, v[3] * up);
+    *(uint2 *)image_at<MOST_ROWS>(
+        p.image, p.steps, pos, 128 * block + 4 * (threadIdx.x & 31)) = *(const uint2 *)h;
+}
+
+/* One block: one position. Grid positions. Reads the row, what its warps cannot keep a
+ * second time from the cache, and writes half its bytes. */
 template <bool ACT>
-__global__ void __launch_bounds__(ROW_THREADS)
+__global__ void __launch_bounds__(IMAGE_THREADS)
     rows_to_image(const __grid_constant__ image_in p)
 {
     __shared__ float shared[33];
@@ -118,7 +195,8 @@ __global__ void __launch_bounds__(ROW_THREADS)
     const int64_t pos = blockIdx.x;
     const uint16_t *suh = p.suh;
     int64_t row = pos;
-    float most = 0, v[4];
+    float most = 0, held[HELD][4], v[4];
+    inputs in[HELD];
 
     hx_cuda_after_previous();
     hx_cuda_allow_next();
@@ -131,29 +209,40 @@ __global__ void __launch_bounds__(ROW_THREADS)
             suh = (const uint16_t *)matrix_of(&p.expert[p.id[pick]], p.which)->suh;
         row = p.active > 0 ? pick / p.active : pos;
     }
-    for (int b = warp; 2 * b < p.steps; b += n_warp) {
-        load_inputs<ACT>(p, row, suh, (int64_t)b * 128 + 4 * lane, v);
+    const bool rotate = suh != NULL, wide = p.wide && (uintptr_t)suh % 8 == 0;
+#pragma unroll
+    for (int h = 0; h < HELD; h++) /* all on their way before one is looked at */
+        if (2 * (warp + h * n_warp) < p.steps)
+            in[h] =
+                load_inputs<ACT>(p, row, suh, (warp + h * n_warp) * 128 + 4 * lane, wide);
+#pragma unroll
+    for (int h = 0; h < HELD; h++)
+        if (2 * (warp + h * n_warp) < p.steps) {
+            values_of<ACT>(p, in[h], rotate, held[h]);
+            for (int i = 0; i < 4; i++)
+                most = fmaxf(most, fabsf(held[h][i]));
+        }
+    for (int b = warp + HELD * n_warp; 2 * b < p.steps; b += n_warp) {
+        values_of<ACT>(p,
+                       load_inputs<ACT>(p, row, suh, (int64_t)b * 128 + 4 * lane, wide),
+                       rotate, v);
         for (int i = 0; i < 4; i++)
             most = fmaxf(most, fabsf(v[i]));
     }
     most = hx_block_max(most, shared);
     /* A rotation of 128 values makes none larger than sqrt(128) times the largest. */
-    const float up = up_scale(suh != NULL ? most * 11.5f : most);
+    const float up = up_scale(rotate ? most * 11.5f : most);
     if (threadIdx.x == 0)
         p.scale[pos] = 1.0f / up;
-    for (int b = warp; 2 * b < p.steps; b += n_warp) {
-        const int64_t step = 2 * b + (lane >> 4);
-        const int r = (int)(pos % IMAGE_ROWS), piece = lane >> 1 & 7;
-        uint8_t *to = p.image + (pos / IMAGE_ROWS * p.steps + step) * PART + r * 128 +
-                      16 * (piece ^ (r & 7)) + 8 * (lane & 1);
-        __half2 h[2];
-
-        load_inputs<ACT>(p, row, suh, (int64_t)b * 128 + 4 * lane, v);
-        if (suh != NULL)
-            hx_cuda_rotate(v);
-        h[0] = __floats2half2_rn(v[0] * up, v[1] * up);
-        h[1] = __floats2half2_rn(v[2] * up, v[3] * up);
-        *(uint2 *)to = *(const uint2 *)h;
+#pragma unroll
+    for (int h = 0; h < HELD; h++)
+        if (2 * (warp + h * n_warp) < p.steps)
+            put_inputs(p, pos, warp + h * n_warp, held[h], rotate, up);
+    for (int b = warp + HELD * n_warp; 2 * b < p.steps; b += n_warp) {
+        values_of<ACT>(p,
+                       load_inputs<ACT>(p, row, suh, (int64_t)b * 128 + 4 * lane, wide),
+                       rotate, v);
+        put_inputs(p, pos, b, v, rotate, up);
     }
 }
 
@@ -235,18 +324,8 @@ template <int K2, int PER, bool HALF> struct exl3 {
     }
 };
 
-/* Tiles of halves in this order. */
+/* An image. */
 struct halves {
-    HX_DEVICE void decode(const uint8_t *tile, int k2, hx_cuda_codebook cb, int lane,
-                          uint32_t a[4])
-    {
-        const uint4 v = ((const uint4 *)tile)[lane];
-
-        a[0] = v.x;
-        a[1] = v.y;
-        a[2] = v.z;
-        a[3] = v.w;
-    }
 };
 
 /* ---- multiplying ------------------------------------------------------------------ */
@@ -271,32 +350,50 @@ struct gemm {
     const int32_t *row; /* [positions] row of y; NULL: the position */
     int64_t ldy, n;
     int rows, groups, steps, band, k2, stages; /* band: groups side by side in time */
-    int block_rows;                            /* of a thread block; 0: choose */
-    bool wide;                                 /* y takes 16 bytes at a time */
+    int share;      /* thread blocks of a cluster: neighbouring groups, the same rows */
+    int block_rows; /* of a thread block; 0: choose */
+    bool wide;      /* y takes 16 bytes at a time */
     hx_cuda_codebook cb;
 };
 
 /* One thread block's piece of work at a time. */
 struct piece {
     int group, pos, rows;
+    bool spare; /* one group too many: nothing of it leaves */
     const uint8_t *w;
     const uint16_t *svh;
     const float *out_scale;
 };
 
+/* Of a cluster's thread blocks; 0 without clusters. */
+HX_DEVICE int rank_of(const gemm &p)
+{
+    uint32_t rank = 0;
+
+#if HX_WGMMA
+    if (p.share > 1)
+        asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+    return (int)rank;
+}
+
+/* Piece t of the cluster, this thread block's part of it. */
 HX_DEVICE bool piece_at(const gemm &p, int64_t t, int block_rows, piece *x)
 {
     const int n_block =
         p.block != NULL ? *p.n_block : (p.rows + block_rows - 1) / block_rows;
+    const int n_set = (p.groups + p.share - 1) / p.share;
 
-    if (t >= (int64_t)n_block * p.groups)
+    if (t >= (int64_t)n_block * n_set)
         return false;
     const int64_t per_band = (int64_t)n_block * p.band;
     const int band = (int)(t / per_band), at = (int)(t - band * per_band);
-    const int width = min(p.band, p.groups - band * p.band);
+    const int width = min(p.band, n_set - band * p.band);
     const int b = at / width;
 
-    x->group = band * p.band + at % width;
+    x->group = (band * p.band + at % width) * p.share + rank_of(p);
+    x->spare = x->group >= p.groups;
+    x->group = min(x->group, p.groups - 1);
     x->w = p.w;
     x->svh = p.svh;
     x->out_scale = p.out_scale;
@@ -334,47 +431,95 @@ struct pipe {
     }
 };
 
-/* One stage: the rows' parts and four rows of tiles. One warp. */
-HX_DEVICE void fill(const gemm &p, const pipe &s, const piece &t, int step)
+/* Where a stage's bytes come from. The rows' lie in one or two pieces; those of the weights
+ * in one, or in four rows of tiles. */
+struct source {
+    const uint8_t *x, *w;
+    int64_t x_more, w_pitch, w_next; /* distance to the second piece; to the next row of
+                                      * tiles; to the next stage */
+    int bytes, more, n_w, each;      /* of x; of w */
+};
+
+HX_DEVICE source source_of(const gemm &p, const pipe &s, const piece &t)
 {
-    const int lane = threadIdx.x & 31, parts = (t.rows + IMAGE_ROWS - 1) / IMAGE_ROWS;
-    const int tiles = s.w_bytes / 4; /* bytes of a row of them */
-    const uint8_t *w = t.w + ((int64_t)4 * step * p.groups + t.group) * tiles;
-    const uint8_t *x = p.image + ((int64_t)t.pos / IMAGE_ROWS * p.steps + step) * PART;
-    const int64_t w_pitch = (int64_t)p.groups * tiles, x_pitch = (int64_t)p.steps * PART;
+    const bool image = p.k2 == K2_HALF;
+    const int parts = (t.rows + IMAGE_ROWS - 1) / IMAGE_ROWS;
+    const int first = t.pos % MOST_ROWS / IMAGE_ROWS,
+              here = min(parts, MOST_ROWS / IMAGE_ROWS - first);
+    source f;
+
+    f.x = p.image + (int64_t)(t.pos / MOST_ROWS) * p.steps * (MOST_ROWS * 128) +
+          first * PART;
+    f.bytes = here * PART / p.share; /* the others of the cluster copy the rest */
+    f.more = (parts - here) * PART / p.share;
+    f.x_more = (int64_t)p.steps * (MOST_ROWS * 128) - first * PART;
+    f.n_w = image ? 1 : 4;
+    f.each = s.w_bytes / f.n_w;
+    f.w_pitch = (int64_t)p.groups * f.each;
+    f.w_next = image ? f.each : 4 * f.w_pitch;
+    f.w = t.w + (int64_t)t.group * (image ? p.steps : 1) * f.each;
+    return f;
+}
+
+HX_DEVICE void fill(const gemm &p, const pipe &s, const source &f, int rank)
+{
     uint8_t *x_to = s.x + s.at * s.x_bytes, *w_to = s.w + s.at * s.w_bytes;
 
 #if HX_BULK
-    if (lane == 0)
-        hx_bar_expect(s.full + 8 * s.at, parts * PART + s.w_bytes);
-    __syncwarp();
-    if (lane < parts)
-        hx_bulk_copy(hx_shared_of(x_to + lane * PART), x + lane * x_pitch, PART,
-                     s.full + 8 * s.at);
-    else if (lane >= 28)
-        hx_bulk_copy(hx_shared_of(w_to + (lane - 28) * tiles), w + (lane - 28) * w_pitch,
-                     tiles, s.full + 8 * s.at);
+    const uint32_t full = s.full + 8 * s.at;
+
+    hx_bar_expect(full, (f.bytes + f.more) * p.share + s.w_bytes);
+    hx_bulk_copy_all(hx_shared_of(x_to) + rank * f.bytes, f.x + rank * f.bytes, f.bytes,
+                     full, p.share);
+    if (f.more > 0)
+        hx_bulk_copy_all(hx_shared_of(x_to) + f.bytes * p.share + rank * f.more,
+                         f.x + f.x_more + rank * f.more, f.more, full, p.share);
+    for (int i = 0; i < f.n_w; i++)
+        hx_bulk_copy(hx_shared_of(w_to) + i * f.each, f.w + i * f.w_pitch, f.each, full);
 #else
-    for (int i = 0; i < parts; i++)
-        for (int b = 16 * lane; b < PART; b += 512)
-            hx_copy16(x_to + i * PART + b, x + i * x_pitch + b, true);
-    for (int i = 0; i < 4; i++)
-        for (int b = 16 * lane; b < tiles; b += 512)
-            hx_copy16(w_to + i * tiles + b, w + i * w_pitch + b, true);
+    const int lane = threadIdx.x & 31;
+
+    for (int b = 16 * lane; b < f.bytes; b += 512)
+        hx_copy16(x_to + b, f.x + b, true);
+    for (int b = 16 * lane; b < f.more; b += 512)
+        hx_copy16(x_to + f.bytes + b, f.x + f.x_more + b, true);
+    for (int i = 0; i < f.n_w; i++)
+        for (int b = 16 * lane; b < f.each; b += 512)
+            hx_copy16(w_to + i * f.each + b, f.w + i * f.w_pitch + b, true);
     hx_bar_arrive_copies(s.full + 8 * s.at);
+    (void)rank;
 #endif
 }
 
-/* The last warp: keeps the stages full. */
+/* A warp is done with a stage: those who fill it hear of it, in every thread block of the
+ * cluster. */
+HX_DEVICE void drained(const gemm &p, const pipe &s, int at)
+{
+    const int lane = threadIdx.x & 31;
+
+    if (lane < p.share)
+        hx_bar_arrive_at(s.empty + 8 * at, lane);
+}
+
+/* The last warp keeps the stages full; one thread of it where copies are counted, for each
+ * thread would copy in turn: 1,400 cycles a stage of eight copies (H200). */
 template <int N> HX_DEVICE void produce(const gemm &p, pipe s)
 {
+    const int share = p.share, rank = rank_of(p);
     piece t;
 
-    for (int64_t i = blockIdx.x; piece_at(p, i, N, &t); i += gridDim.x)
+    if (HX_BULK && (threadIdx.x & 31) != 0)
+        return;
+    for (int64_t i = blockIdx.x / share; piece_at(p, i, N, &t); i += gridDim.x / share) {
+        source f = source_of(p, s, t);
+
         for (int step = 0; step < p.steps; step++, s.next()) {
             hx_bar_wait(s.empty + 8 * s.at, s.phase ^ 1);
-            fill(p, s, t, step);
+            fill(p, s, f, rank);
+            f.x += MOST_ROWS * 128;
+            f.w += f.w_next;
         }
+    }
 }
 
 /* The weights of a stage. */
@@ -382,11 +527,23 @@ template <class F>
 HX_DEVICE void decode_stage(const gemm &p, const pipe &s, uint32_t a[4][4])
 {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const uint8_t *tile = s.w + s.at * s.w_bytes + warp * (s.w_bytes / 32);
+    const uint8_t *w = s.w + s.at * s.w_bytes;
+
+    if constexpr (std::is_same_v<F, halves>) {
+#if !HX_WGMMA
+        const int row = 16 * warp + (lane & 15);
 
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-        F::decode(tile + i * (s.w_bytes / 4), p.k2, p.cb, lane, a[i]);
+        for (int i = 0; i < 4; i++)
+            hx_ldmatrix(a[i], hx_shared_of(w) + row * 128 +
+                                  16 * ((2 * i + (lane >> 4)) ^ (row & 7)));
+#endif
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            F::decode(w + i * (s.w_bytes / 4) + warp * (s.w_bytes / 32), p.k2, p.cb, lane,
+                      a[i]);
+    }
 #pragma unroll
     for (int i = 0; i < 16; i++)
         HX_PIN(a[i >> 2][i & 3], "r");
@@ -412,8 +569,8 @@ HX_DEVICE void multiply_stage(const gemm &p, pipe &s, float *d, uint32_t now[4][
 #pragma unroll
     for (int i = 0; i < 16; i++)
         HX_PIN(then[i >> 2][i & 3], "r");
-    if (step > 0 && (threadIdx.x & 31) == 0)
-        hx_bar_arrive(s.empty + 8 * before);
+    if (step > 0)
+        drained(p, s, before);
     s.next();
     if (step + 1 < p.steps) {
         hx_bar_wait(s.full + 8 * s.at, s.phase);
@@ -421,8 +578,36 @@ HX_DEVICE void multiply_stage(const gemm &p, pipe &s, float *d, uint32_t now[4][
     }
 }
 
+/* The same of weights that lie there as the rows do: nothing to make. */
+template <int N> HX_DEVICE void multiply_images(const gemm &p, pipe &s, float *d)
+{
+    for (int step = 0; step < p.steps; step++, s.next()) {
+        const int at = s.at, before = (at == 0 ? s.stages : at) - 1;
+        const uint64_t x = hx_wgmma_matrix(hx_shared_of(s.x + at * s.x_bytes));
+        const uint64_t w = hx_wgmma_matrix(
+            hx_shared_of(s.w + at * s.w_bytes + (threadIdx.x >> 7) * PART));
+
+        hx_bar_wait(s.full + 8 * at, s.phase);
+        hx_wgmma_begin();
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            hx_wgmma_shared<N>(d, w + 2 * i, x + 2 * i, step + i > 0);
+        hx_wgmma_commit();
+        hx_wgmma_wait_older();
+        if (step > 0)
+            drained(p, s, before);
+    }
+    hx_wgmma_wait();
+    drained(p, s, (s.at == 0 ? s.stages : s.at) - 1);
+#pragma unroll
+    for (int i = 0; i < N / 2; i++)
+        HX_PIN(d[i], "f");
+}
+
 template <class F, int N> HX_DEVICE void multiply(const gemm &p, pipe &s, float *d)
 {
+    if constexpr (std::is_same_v<F, halves>)
+        return multiply_images<N>(p, s, d);
     uint32_t a[2][4][4] = {};
 
     hx_bar_wait(s.full + 8 * s.at, s.phase);
@@ -432,8 +617,7 @@ template <class F, int N> HX_DEVICE void multiply(const gemm &p, pipe &s, float 
         multiply_stage<F, N>(p, s, d, a[1], a[0], step + 1);
     }
     hx_wgmma_wait();
-    if ((threadIdx.x & 31) == 0)
-        hx_bar_arrive(s.empty + 8 * ((s.at == 0 ? s.stages : s.at) - 1));
+    drained(p, s, (s.at == 0 ? s.stages : s.at) - 1);
 #pragma unroll
     for (int i = 0; i < N / 2; i++)
         HX_PIN(d[i], "f");
@@ -470,88 +654,155 @@ template <class F, int N> HX_DEVICE void multiply(const gemm &p, pipe &s, float 
                 hx_mma(d + r / 2 + 4, a[i], b[2], b[3]);
             }
         __syncwarp();
-        if (lane == 0)
-            hx_bar_arrive(s.empty + 8 * s.at);
+        drained(p, s, s.at);
     }
 }
 
 #endif
 
-/* What a lane needs to end the rows of its warp: 8 of every 64, those of row warp + 8 i. */
+/* What ends a piece: factor and bias of output threadIdx.x; scale and place of row 64
+ * (lane / 8) + 8 warp + lane % 8. */
 struct ending {
-    float svh[4], bias[4];
-    float scale; /* of row 64 (lane / 8) + warp + 8 (lane % 8) of the piece */
+    float factor, bias, scale;
     int32_t row;
 };
 
 HX_DEVICE ending ending_of(const gemm &p, const piece &t)
 {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const int r = 64 * (lane >> 3) + warp + 8 * (lane & 7);
-    const int64_t col = (int64_t)t.group * GROUP + 4 * lane;
+    const int r = 64 * (lane >> 3) + 8 * warp + (lane & 7);
+    const int64_t col = (int64_t)t.group * GROUP + threadIdx.x;
+    const bool in = threadIdx.x < GROUP && col < p.n;
     ending e;
 
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const bool in = col + i < p.n;
-
-        e.svh[i] = !in                   ? 0.0f
-                   : t.svh != NULL       ? hx_half_to(t.svh[col + i])
-                   : t.out_scale != NULL ? t.out_scale[col + i]
-                                         : 1.0f;
-        e.bias[i] = in && p.bias != NULL ? hx_half_to(p.bias[col + i]) : 0.0f;
-    }
+    e.factor = !in                   ? 0.0f
+               : t.svh != NULL       ? hx_half_to(t.svh[col]) * HX_CANON_ROOT
+               : t.out_scale != NULL ? t.out_scale[col]
+                                     : 1.0f;
+    e.bias = in && p.bias != NULL ? hx_half_to(p.bias[col]) : 0.0f;
     e.scale = r < t.rows ? p.scale[t.pos + r] : 0.0f;
     e.row = r < t.rows && p.row != NULL ? p.row[t.pos + r] : t.pos + r;
     return e;
 }
 
-/* Rows of the piece leave 64 at a time through shared memory, where a warp finds the 128
- * sums of a row. */
+/* The sums of 64 rows go to shared memory: 16-byte piece i of a row lies at i ^ swap(row),
+ * so that neither side has bank conflicts. */
+HX_DEVICE int swap(int row)
+{
+    return (row & 2) | ((row >> 2 ^ row) & 1) << 2;
+}
+
+HX_DEVICE void put_sums(const float *d, float *out, bool rotate)
+{
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2,
+              q = lane & 3;
+
+#pragma unroll
+    for (int i = 0; i < OUT_ROWS / 8; i++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const int r = 2 * q + j, piece = (4 * warp + (g >> 2)) ^ swap(r);
+            float *to = out + (8 * i + r) * GROUP + (g & 3);
+            float low = d[4 * i + j], high = d[4 * i + j + 2]; /* outputs g, g + 8 */
+
+            if (rotate)
+                fold(low, high);
+            to[4 * piece] = low;
+            to[4 * (piece ^ 2)] = high;
+        }
+}
+
+/* A quarter of a row's sums, outputs 16 i + 4 (lane % 4) … + 3, those of a rotation past
+ * its step over distance 8: the other steps, one of them between lanes. */
+HX_DEVICE void rotate_sums(float v[8][4])
+{
+    const float sign = (threadIdx.x & 1) != 0 ? -1.0f : 1.0f;
+
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        fold(v[i][0], v[i][1]);
+        fold(v[i][2], v[i][3]);
+        fold(v[i][0], v[i][2]);
+        fold(v[i][1], v[i][3]);
+    }
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+#pragma unroll
+        for (int w = 1; w < 8; w *= 2)
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                if ((i & w) == 0)
+                    fold(v[i][k], v[i + w][k]);
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            v[i][k] = fmaf(v[i][k], sign, __shfl_xor_sync(~0u, v[i][k], 1));
+}
+
+/* A quarter of a row, from output col on, leaves. factor, bias: those of these outputs. */
+HX_DEVICE void leave(const gemm &p, float v[8][4], const float *factor, const float *bias,
+                     float scale, int64_t row, int64_t col)
+{
+    float *y = p.y + row * p.ldy + col;
+
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const float4 f = *(const float4 *)(factor + 16 * i);
+
+        v[i][0] = v[i][0] * (f.x * scale);
+        v[i][1] = v[i][1] * (f.y * scale);
+        v[i][2] = v[i][2] * (f.z * scale);
+        v[i][3] = v[i][3] * (f.w * scale);
+    }
+    if (p.bias == NULL && p.wide && col + 7 * 16 + 4 <= p.n) {
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            *(float4 *)(y + 16 * i) = *(const float4 *)v[i];
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            if (col + 16 * i + k < p.n)
+                y[16 * i + k] = p.bias != NULL ? v[i][k] + bias[16 * i + k] : v[i][k];
+}
+
+/* Rows of the piece leave 64 at a time through shared memory, where a quarter of a row is
+ * a thread's. */
 template <int N>
 HX_DEVICE void store(const gemm &p, const piece &t, const ending &e, const float *d,
                      float *out)
 {
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2,
-              q = lane & 3;
-    const int64_t col = (int64_t)t.group * GROUP + 4 * lane;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, q = lane & 3;
+    const int r = 8 * warp + (lane >> 2);
+    const int64_t col = (int64_t)t.group * GROUP + 4 * q;
+    float *factor = out + OUT_ROWS * GROUP, *bias = factor + GROUP;
 
 #pragma unroll
     for (int c = 0; c < N / OUT_ROWS; c++) {
         if (c * OUT_ROWS >= t.rows)
             break;
         hx_bar_sync(1, 32 * WARPS);
-#pragma unroll
-        for (int i = 0; i < OUT_ROWS / 8; i++)
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                out[(8 * i + 2 * q + (j & 1)) * OUT_PITCH + 16 * warp + g +
-                    8 * (j >> 1)] = d[4 * (8 * c + i) + j];
-        hx_bar_sync(1, 32 * WARPS);
-#pragma unroll 2
-        for (int i = 0; i < OUT_ROWS / WARPS; i++) {
-            const int r = warp + WARPS * i;
-            const float scale = __shfl_sync(~0u, e.scale, 8 * c + i);
-            const int64_t row = __shfl_sync(~0u, e.row, 8 * c + i);
-            const float4 sum = *(const float4 *)(out + r * OUT_PITCH + 4 * lane);
-            float v[4] = { sum.x, sum.y, sum.z, sum.w };
-
-            if (t.svh != NULL)
-                hx_cuda_rotate(v);
-#pragma unroll
-            for (int k = 0; k < 4; k++)
-                v[k] = v[k] * (e.svh[k] * scale) + e.bias[k];
-            if (c * OUT_ROWS + r >= t.rows)
-                continue;
-            float *y = p.y + row * p.ldy + col;
-            if (p.wide && col + 4 <= p.n)
-                *(float4 *)y = make_float4(v[0], v[1], v[2], v[3]);
-            else
-#pragma unroll
-                for (int k = 0; k < 4; k++)
-                    if (col + k < p.n)
-                        y[k] = v[k];
+        if (c == 0 && threadIdx.x < GROUP) {
+            factor[threadIdx.x] = e.factor;
+            bias[threadIdx.x] = e.bias;
         }
+        put_sums(d + 32 * c, out, t.svh != NULL);
+        hx_bar_sync(1, 32 * WARPS);
+        const float scale = __shfl_sync(~0u, e.scale, 8 * c + (lane >> 2));
+        const int64_t row = __shfl_sync(~0u, e.row, 8 * c + (lane >> 2));
+        float v[8][4];
+
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            *(float4 *)v[i] =
+                *(const float4 *)(out + r * GROUP + 4 * ((q + 4 * i) ^ swap(r)));
+        if (t.svh != NULL)
+            rotate_sums(v);
+        if (c * OUT_ROWS + r < t.rows && !t.spare)
+            leave(p, v, factor + 4 * q, bias + 4 * q, scale, row, col);
     }
 }
 
@@ -574,18 +825,20 @@ __global__ void __launch_bounds__(threads_of<N>, N == 64 ? 2 : 1)
     s.x = shared;
     s.w = s.x + s.stages * s.x_bytes;
     float *out = (float *)(s.w + s.stages * s.w_bytes);
-    s.full = hx_shared_of(out) + OUT_BYTES;
+    s.full = hx_shared_of(out) + OUT_BYTES + ENDING_BYTES;
     s.empty = s.full + 8 * MOST_STAGES;
     s.at = 0;
     s.phase = 0;
     if (threadIdx.x == 0) {
         for (int i = 0; i < s.stages; i++) {
             hx_bar_init(s.full + 8 * i, HX_BULK ? 1 : 32);
-            hx_bar_init(s.empty + 8 * i, WARPS);
+            hx_bar_init(s.empty + 8 * i, WARPS * p.share);
         }
         hx_bar_init_done();
     }
     __syncthreads();
+    if (p.share > 1)
+        hx_cluster_meet();
     hx_cuda_after_previous();
     if (warp >= WARPS) {
         if (N == MOST_ROWS)
@@ -595,7 +848,8 @@ __global__ void __launch_bounds__(threads_of<N>, N == 64 ? 2 : 1)
     } else {
         if (N == MOST_ROWS)
             hx_registers_more<232>();
-        for (int64_t i = blockIdx.x; piece_at(p, i, N, &t); i += gridDim.x) {
+        for (int64_t i = blockIdx.x / p.share; piece_at(p, i, N, &t);
+             i += gridDim.x / p.share) {
             const ending e = ending_of(p, t);
             float d[N / 2];
 
@@ -606,15 +860,271 @@ __global__ void __launch_bounds__(threads_of<N>, N == 64 ? 2 : 1)
             store<N>(p, t, e, d, out);
         }
     }
+    if (p.share > 1)
+        hx_cluster_meet(); /* none ends while others reach into its shared memory */
 }
 
-/* ---- plain formats become tiles of halves ------------------------------------------- */
+/* ---- few rows ------------------------------------------------------------------------- */
+
+/* With few rows the decoding is all the work, and 128 outputs a multiprocessor leave most of
+ * them idle. So a cluster of two thread blocks has a group: each 64 outputs, whose weights
+ * sixteen warps decode into shared memory, two a stage in turn; the rows, which the two copy
+ * for one another, are the A operand. Sums and their order are the others'. */
+enum {
+    FEW_ROWS = 64,
+    FEW_OUTPUTS = 64,
+    FEW_SHARE = GROUP / FEW_OUTPUTS,
+    FEW_STAGES = 8,
+    FEW_WARPS = FEW_OUTPUTS / 32, /* that decode a stage */
+    FEW_DECODE = FEW_WARPS * FEW_STAGES,
+    FEW_AHEAD = 2, /* turns whose tiles such a warp has on their way */
+    FEW_WEIGHTS = FEW_OUTPUTS * 128,
+    FEW_OUT = FEW_ROWS / FEW_SHARE * GROUP * 4,
+    FEW_THREADS = 32 * (4 + FEW_DECODE + 1),
+};
+
+static __host__ __device__ inline int few_x_bytes(int rows)
+{
+    return (rows + 7) / 8 * 1024;
+}
+
+static __host__ __device__ inline int few_bytes(int rows, int k2)
+{
+    return FEW_STAGES * (few_x_bytes(rows) + FEW_WEIGHTS) +
+           FEW_DECODE * FEW_AHEAD * 128 * k2 + FEW_OUT + ENDING_BYTES +
+           3 * FEW_STAGES * 8;
+}
+
+/* Shared memory of a thread block. */
+struct few {
+    uint8_t *x, *weights, *tiles; /* [stages] */
+    float *out, *factor, *bias;   /* [32 rows][128], [128], [128] */
+    uint32_t full, made, empty;   /* [stages] barriers */
+    int x_bytes, rank;
+};
+
+#if HX_WGMMA
+
+/* The rows' copies: a part of each stage, for all. One thread. */
+HX_DEVICE void few_produce(const gemm &p, const few &s)
+{
+    const int mine = s.x_bytes / FEW_SHARE;
+    const uint8_t *from = p.image + s.rank * mine;
+
+    for (int step = 0; step < p.steps; step++, from += MOST_ROWS * 128) {
+        const int at = step % FEW_STAGES;
+
+        hx_bar_wait(s.empty + 8 * at, (step / FEW_STAGES & 1) ^ 1);
+        hx_bar_expect(s.full + 8 * at, s.x_bytes);
+        hx_bulk_copy_all(hx_shared_of(s.x + at * s.x_bytes + s.rank * mine), from, mine,
+                         s.full + 8 * at, FEW_SHARE);
+    }
+}
+
+/* One of the sixteen warps: 32 outputs of the stages at, at + 8 … */
+template <class F> HX_DEVICE void few_decode(const gemm &p, const few &s, int mine)
+{
+    const int at = mine % FEW_STAGES, part = mine / FEW_STAGES;
+    const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
+    const int row_bytes = 32 * p.k2, turn_bytes = 4 * row_bytes;
+    const int64_t pitch = (int64_t)p.groups * 128 * p.k2;
+    const int turns = (p.steps - at + FEW_STAGES - 1) / FEW_STAGES;
+    const uint8_t *from =
+        p.w + 4 * at * pitch +
+        ((int64_t)blockIdx.x * FEW_WARPS + part) * row_bytes; /* two columns of tiles */
+    uint8_t *tiles = s.tiles + mine * FEW_AHEAD * turn_bytes;
+    uint8_t *to = s.weights + at * FEW_WEIGHTS;
+    const auto fetch = [&](int turn) {
+        for (int i = lane; i < 8 * p.k2 && turn < turns; i += 32)
+            hx_copy16(tiles + turn % FEW_AHEAD * turn_bytes + 16 * i,
+                      from + ((int64_t)turn * 4 * FEW_STAGES + i / (2 * p.k2)) * pitch +
+                          i % (2 * p.k2) * 16,
+                      true);
+        hx_copy_commit();
+    };
+
+    for (int turn = 0; turn < FEW_AHEAD; turn++)
+        fetch(turn);
+    for (int turn = 0; turn < turns; turn++) {
+        const uint8_t *tile = tiles + turn % FEW_AHEAD * turn_bytes;
+
+        hx_copy_wait_older<FEW_AHEAD - 1>();
+        __syncwarp();
+        hx_bar_wait(s.empty + 8 * at, (turn & 1) ^ 1);
+#pragma unroll
+        for (int t = 0; t < 8; t++) {
+            uint32_t a[4];
+
+            F::decode(tile + t * (row_bytes / 2), p.k2, p.cb, lane, a);
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                *(uint32_t *)image_at<FEW_OUTPUTS>(
+                    to, 1, 32 * part + 16 * (t & 1) + g + 8 * (i & 1),
+                    16 * (t >> 1) + 2 * q + 8 * (i >> 1)) = a[i];
+        }
+        hx_bar_wait(s.full + 8 * at, turn & 1); /* so that made means both */
+        hx_wgmma_wrote();
+        __syncwarp();
+        if (lane == 0)
+            hx_bar_arrive(s.made + 8 * at);
+        fetch(turn + FEW_AHEAD);
+    }
+}
+
+/* Four warps: 64 rows times 64 outputs; the sums of rows 0 to 31 go to the thread block of
+ * rank 0, the others to rank 1. */
+HX_DEVICE void few_multiply(const gemm &p, const few &s)
+{
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2,
+              q = lane & 3;
+    float d[FEW_OUTPUTS / 2];
+
+    for (int step = 0; step < p.steps; step++) {
+        const int at = step % FEW_STAGES, phase = step / FEW_STAGES & 1;
+        const uint64_t x = hx_wgmma_matrix(hx_shared_of(s.x + at * s.x_bytes));
+        const uint64_t w = hx_wgmma_matrix(hx_shared_of(s.weights + at * FEW_WEIGHTS));
+
+        hx_bar_wait(s.made + 8 * at, phase);
+        hx_wgmma_begin();
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            hx_wgmma_shared<FEW_OUTPUTS>(d, x + 2 * i, w + 2 * i, step + i > 0);
+        hx_wgmma_commit();
+        hx_wgmma_wait_older();
+        if (step > 0 && lane < FEW_SHARE)
+            hx_bar_arrive_at(s.empty + 8 * ((step - 1) % FEW_STAGES), lane);
+    }
+    hx_wgmma_wait();
+#pragma unroll
+    for (int i = 0; i < FEW_OUTPUTS / 2; i++)
+        HX_PIN(d[i], "f");
+#pragma unroll
+    for (int i = 0; i < FEW_OUTPUTS / 4; i++)
+        hx_put_at(hx_shared_of(s.out + (16 * (warp & 1) + g + 8 * (i & 1)) * GROUP +
+                               FEW_OUTPUTS * s.rank + 8 * (i >> 1) + 2 * q),
+                  warp >> 1, d[2 * i], d[2 * i + 1]);
+}
+
+#endif
+
+/* 64 outputs, all rows. Grid: two for a group, a cluster. Shared: few_bytes. Reads its
+ * weights once, of the image a half. */
+template <class F>
+__global__ void __launch_bounds__(FEW_THREADS) gemm_few(const __grid_constant__ gemm p)
+{
+#if HX_WGMMA
+    extern __shared__ __align__(1024) uint8_t shared[];
+    const int warp = threadIdx.x >> 5, q = threadIdx.x & 3;
+    const int64_t first = (int64_t)(blockIdx.x / FEW_SHARE) * GROUP;
+    few s;
+
+    s.rank = blockIdx.x % FEW_SHARE;
+    s.x_bytes = few_x_bytes(p.rows);
+    s.x = shared;
+    s.weights = s.x + FEW_STAGES * s.x_bytes;
+    s.out = (float *)(s.weights + FEW_STAGES * FEW_WEIGHTS);
+    s.factor = (float *)((uint8_t *)s.out + FEW_OUT);
+    s.bias = s.factor + GROUP;
+    s.tiles = (uint8_t *)(s.bias + GROUP);
+    s.full = hx_shared_of(s.tiles) + FEW_DECODE * FEW_AHEAD * 128 * p.k2;
+    s.made = s.full + 8 * FEW_STAGES;
+    s.empty = s.made + 8 * FEW_STAGES;
+    if (threadIdx.x < FEW_STAGES) {
+        hx_bar_init(s.full + 8 * threadIdx.x, 1);
+        hx_bar_init(s.made + 8 * threadIdx.x, FEW_WARPS);
+        hx_bar_init(s.empty + 8 * threadIdx.x, 4 * FEW_SHARE);
+        hx_bar_init_done();
+    }
+    hx_cluster_meet();
+    if (warp >= 4 + FEW_DECODE) {
+        hx_cuda_after_previous();
+        if ((threadIdx.x & 31) == 0)
+            few_produce(p, s);
+    } else if (warp >= 4) {
+        few_decode<F>(p, s, warp - 4);
+    } else {
+        const int64_t col = first + threadIdx.x;
+        const bool in = col < p.n;
+
+        s.factor[threadIdx.x] = in ? hx_half_to(p.svh[col]) * HX_CANON_ROOT : 0.0f;
+        s.bias[threadIdx.x] = in && p.bias != NULL ? hx_half_to(p.bias[col]) : 0.0f;
+        few_multiply(p, s);
+    }
+    __syncwarp();
+    hx_cluster_meet();
+    const int row = 32 * s.rank + (int)(threadIdx.x >> 2);
+    if (warp >= 4)
+        return;
+    const float sign = (q & 2) != 0 ? -1.0f : 1.0f;
+    float v[8][4];
+
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        *(float4 *)v[i] =
+            *(const float4 *)(s.out + (threadIdx.x >> 2) * GROUP + 16 * i + 4 * q);
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            v[i][k] = fmaf(v[i][k], sign, __shfl_xor_sync(~0u, v[i][k], 2));
+    }
+    rotate_sums(v);
+    hx_cuda_after_previous();
+    if (row < p.rows)
+        leave(p, v, s.factor + 4 * q, s.bias + 4 * q, p.scale[row], row, first + 4 * q);
+#endif
+}
+
+/* ---- weights become an image -------------------------------------------------------- */
+
+struct exl3_in {
+    const uint8_t *w;      /* the trellis from the first output on */
+    int groups, steps, k2; /* groups: of the whole matrix */
+    hx_cuda_codebook cb;
+    uint8_t *image;
+};
+
+/* One block: a step of a group. Grid (groups, steps), 256 threads. Shared: 16 KB of the
+ * image, the tiles. Reads each tile once, writes 512 bytes of it. */
+template <class F>
+__global__ void __launch_bounds__(32 * WARPS)
+    exl3_to_image(const __grid_constant__ exl3_in p)
+{
+    extern __shared__ __align__(1024) uint8_t shared[];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2,
+              q = lane & 3;
+    const int row_bytes = 128 * p.k2, vectors = row_bytes / 16;
+    const int64_t step = blockIdx.y, group = blockIdx.x;
+    const uint8_t *from = p.w + (4 * step * p.groups + group) * row_bytes;
+    uint8_t *tiles = shared + 2 * PART;
+
+    hx_cuda_allow_next();
+    for (int i = threadIdx.x; i < 4 * vectors; i += 32 * WARPS)
+        ((uint4 *)tiles)[i] =
+            *(const uint4 *)(from + (int64_t)(i / vectors) * p.groups * row_bytes +
+                             i % vectors * 16);
+    __syncthreads();
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+        uint32_t a[4];
+
+        F::decode(tiles + t * row_bytes + warp * (row_bytes / 8), p.k2, p.cb, lane, a);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            *(uint32_t *)image_at<GROUP>(shared, 1, 16 * warp + g + 8 * (i & 1),
+                                         16 * t + 2 * q + 8 * (i >> 1)) = a[i];
+    }
+    __syncthreads();
+    hx_cuda_after_previous();
+    uint4 *to = (uint4 *)(p.image + (group * p.steps + step) * (GROUP * 128));
+#pragma unroll
+    for (int i = threadIdx.x; i < GROUP * 128 / 16; i += 32 * WARPS)
+        to[i] = ((const uint4 *)shared)[i];
+}
 
 struct halves_in {
     hx_plain_mat m;
     int64_t first;    /* output of the first tile */
-    int tiles;        /* of 16 outputs in a row of tiles */
-    uint8_t *w;       /* [k / 16, tiles, 512] */
+    int tiles, steps; /* of 16 outputs; of 64 inputs */
+    uint8_t *w;       /* the image */
     float *out_scale; /* [16 tiles] */
 };
 
@@ -669,50 +1179,102 @@ __global__ void __launch_bounds__(ROW_THREADS)
                 in && at < k ? hx_plain_at<FMT>(p.m, n0 + o, at) * up[o] : 0.0f,
                 in && at + 1 < k ? hx_plain_at<FMT>(p.m, n0 + o, at + 1) * up[o] : 0.0f);
         }
-        ((uint4 *)(p.w + ((int64_t)step * p.tiles + blockIdx.x) * 512))[lane] =
-            *(const uint4 *)h;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            *(__half2 *)image_at<GROUP>(p.w, p.steps,
+                                        (int64_t)blockIdx.x * 16 + g + 8 * (i & 1),
+                                        16 * step + 2 * q + 8 * (i >> 1)) = h[i];
     }
 }
 
 /* ---- launching ---------------------------------------------------------------------- */
 
-/* Bytes of shared memory that a block can have, and a multiprocessor. */
-static cudaError_t shared_limits(int *block, int *all)
+/* Of the device: shared memory that a block can have, and a multiprocessor; thread blocks
+ * that share rows. */
+struct limits {
+    int block, all, share;
+};
+
+static cudaError_t limits_of(limits *l)
 {
-    int dev;
+    int dev, cc = 0;
     cudaError_t rc = cudaGetDevice(&dev);
 
     if (rc == cudaSuccess)
-        rc = cudaDeviceGetAttribute(block, cudaDevAttrMaxSharedMemoryPerBlockOptin, dev);
+        rc = cudaDeviceGetAttribute(&l->block, cudaDevAttrMaxSharedMemoryPerBlockOptin,
+                                    dev);
     if (rc == cudaSuccess)
-        rc =
-            cudaDeviceGetAttribute(all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, dev);
+        rc = cudaDeviceGetAttribute(&l->all, cudaDevAttrMaxSharedMemoryPerMultiprocessor,
+                                    dev);
+    if (rc == cudaSuccess)
+        rc = cudaDeviceGetAttribute(&cc, cudaDevAttrComputeCapabilityMajor, dev);
+    l->share = cc == 9 ? SHARE : 1;
     return rc;
 }
 
 static size_t shared_bytes(int n, int k2, int stages)
 {
-    return (size_t)stages * (size_t)(n * 128 + 512 * k2) + OUT_BYTES + 16 * MOST_STAGES;
+    return (size_t)stages * (size_t)(n * 128 + 512 * k2) + OUT_BYTES + ENDING_BYTES +
+           16 * MOST_STAGES;
 }
 
+/* sets: pieces of a cluster. */
 template <class F, int N>
-static cudaError_t launch(gemm p, const hx_cuda_work *w, int64_t pieces, int limit,
-                          int all, cudaStream_t stream)
+static cudaError_t launch(gemm p, const hx_cuda_work *w, int64_t sets, const limits *l,
+                          cudaStream_t stream)
 {
-    const int each = N == 64 && all >= 2 * 64 * 1024 ? 2 : 1;
-    const size_t room = (size_t)HX_MIN(limit, all / each - 1024);
-    const int64_t grid = HX_MIN(pieces, (int64_t)w->n_sm * each);
-    cudaError_t rc;
+    const bool few = sets * p.share <= w->n_sm;
+    const int each = N == 64 && l->all >= 2 * 64 * 1024 && !few ? 2 : 1;
+    const size_t room = (size_t)HX_MIN(l->block, l->all / each - 1024);
+    cudaLaunchAttribute attr[2] = {};
+    cudaLaunchConfig_t cfg = {};
 
     for (p.stages = MOST_STAGES; shared_bytes(N, p.k2, p.stages) > room; p.stages--)
         ;
-    const size_t bytes = shared_bytes(N, p.k2, p.stages);
-    rc = cudaFuncSetAttribute(gemm_pieces<F, N>,
-                              cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
-    if (rc != cudaSuccess)
-        return rc;
-    return hx_cuda_launch(w->overlap, gemm_pieces<F, N>, dim3((unsigned)grid),
-                          dim3(threads_of<N>), bytes, stream, p);
+    /* Two thread blocks on one multiprocessor would leave another idle. */
+    cfg.dynamicSmemBytes = HX_MAX(shared_bytes(N, p.k2, p.stages),
+                                  few ? (size_t)HX_MIN(l->block, l->all / 2) : 0);
+    cfg.gridDim =
+        dim3((unsigned)(HX_MIN(sets, (int64_t)w->n_sm * each / p.share) * p.share));
+    cfg.blockDim = dim3(threads_of<N>);
+    cfg.stream = stream;
+    cfg.attrs = attr;
+    if (w->overlap) {
+        attr[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attr[0].val.programmaticStreamSerializationAllowed = 1;
+        cfg.numAttrs = 1;
+    }
+    if (p.share > 1) {
+        attr[cfg.numAttrs].id = cudaLaunchAttributeClusterDimension;
+        attr[cfg.numAttrs].val.clusterDim = { (unsigned)p.share, 1, 1 };
+        cfg.numAttrs++;
+    }
+    const cudaError_t rc = cudaFuncSetAttribute(
+        gemm_pieces<F, N>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+        (int)cfg.dynamicSmemBytes);
+    return rc != cudaSuccess ? rc : cudaLaunchKernelEx(&cfg, gemm_pieces<F, N>, p);
+}
+
+template <class F>
+static cudaError_t launch_few(const gemm &p, const hx_cuda_work *w, cudaStream_t stream)
+{
+    cudaLaunchAttribute attr[2] = {};
+    cudaLaunchConfig_t cfg = {};
+    const cudaError_t rc =
+        cudaFuncSetAttribute(gemm_few<F>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             few_bytes(p.rows, p.k2));
+
+    attr[0].id = cudaLaunchAttributeClusterDimension;
+    attr[0].val.clusterDim = { FEW_SHARE, 1, 1 };
+    attr[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attr[1].val.programmaticStreamSerializationAllowed = 1;
+    cfg.gridDim = dim3((unsigned)(p.groups * FEW_SHARE));
+    cfg.blockDim = dim3(FEW_THREADS);
+    cfg.dynamicSmemBytes = (size_t)few_bytes(p.rows, p.k2);
+    cfg.stream = stream;
+    cfg.attrs = attr;
+    cfg.numAttrs = w->overlap ? 2 : 1;
+    return rc != cudaSuccess ? rc : cudaLaunchKernelEx(&cfg, gemm_few<F>, p);
 }
 
 /* The most rows of a thread block for which two stages fit. */
@@ -725,18 +1287,18 @@ static int most_rows(int k2, int limit)
     return n;
 }
 
-/* Rows of a thread block. A step of 64 inputs takes at least so many cycles (tensor cores;
- * below 128 rows the decoding), estimated; all give the same bits. */
+/* Rows of a thread block, by the time of a wave of them (4096 inputs, us, H200); all give
+ * the same bits. */
 static int choose_rows(const gemm *p, int n_sm, int limit)
 {
     static const int rows[] = { 64, 128, 256 };
-    static const int64_t cycles[] = { 430, 580, 1060 };
+    static const int64_t wave[] = { 44, 48, 62 };
     int64_t least = INT64_MAX;
     int best = 64;
 
     for (int i = 0; i < 3 && rows[i] <= most_rows(p->k2, limit); i++) {
         const int64_t pieces = hx_ceil_div(p->rows, rows[i]) * p->groups;
-        const int64_t cost = hx_ceil_div(pieces, n_sm) * cycles[i];
+        const int64_t cost = hx_ceil_div(pieces, n_sm) * wave[i];
 
         if (cost < least) {
             least = cost;
@@ -751,43 +1313,50 @@ template <class F>
 static cudaError_t launch_rows(gemm *p, const hx_cuda_work *w, int64_t blocks,
                                cudaStream_t stream)
 {
-    int limit = 0, all = 0;
-    const cudaError_t rc = shared_limits(&limit, &all);
+    limits l = {};
+    const cudaError_t rc = limits_of(&l);
 
     if (rc != cudaSuccess)
         return rc;
-    const int n = p->block_rows > 0 ? p->block_rows : choose_rows(p, w->n_sm, limit);
-    if (p->block == NULL) {
+    if constexpr (!std::is_same_v<F, halves>)
+        if (l.share > 1 && p->block == NULL && p->rows <= FEW_ROWS && p->block_rows == 0)
+            return launch_few<F>(*p, w, stream);
+    const int n = p->block_rows > 0 ? p->block_rows : choose_rows(p, w->n_sm, l.block);
+    p->share = p->groups > 1 ? l.share : 1;
+    const int64_t sets = hx_ceil_div(p->groups, p->share);
+    p->band = (int)(p->block == NULL ? HX_MIN(sets, 64 / p->share) : sets);
+    if (p->block == NULL)
         blocks = hx_ceil_div(p->rows, n);
-        p->band = HX_MIN(p->groups, 64);
-    } else {
-        p->band = p->groups;
-    }
-    const int64_t pieces = blocks * p->groups;
-    return n == 64    ? launch<F, 64>(*p, w, pieces, limit, all, stream)
-           : n == 128 ? launch<F, 128>(*p, w, pieces, limit, all, stream)
-                      : launch<F, 256>(*p, w, pieces, limit, all, stream);
+    return n == 64    ? launch<F, 64>(*p, w, blocks * sets, &l, stream)
+           : n == 128 ? launch<F, 128>(*p, w, blocks * sets, &l, stream)
+                      : launch<F, 256>(*p, w, blocks * sets, &l, stream);
 }
 
-template <bool HALF>
-static cudaError_t launch_exl3(gemm *p, const hx_cuda_work *w, int64_t blocks,
-                               cudaStream_t stream)
+/* what() of the decoder of a rate. */
+template <bool HALF, class What> static cudaError_t with_rate(int k2, const What &what)
 {
-    switch (p->k2) {
+    switch (k2) {
     case 6:
-        return launch_rows<exl3<6, 0, HALF>>(p, w, blocks, stream);
+        return what(exl3<6, 0, HALF>());
     case 8:
-        return launch_rows<exl3<8, 0, HALF>>(p, w, blocks, stream);
+        return what(exl3<8, 0, HALF>());
     case 12:
-        return launch_rows<exl3<12, 0, HALF>>(p, w, blocks, stream);
+        return what(exl3<12, 0, HALF>());
     case 2:
     case 3:
     case 4:
     case 5:
-        return launch_rows<exl3<0, 8, HALF>>(p, w, blocks, stream);
+        return what(exl3<0, 8, HALF>());
     default:
-        return launch_rows<exl3<0, 2, HALF>>(p, w, blocks, stream);
+        return what(exl3<0, 2, HALF>());
     }
+}
+
+template <class What>
+static cudaError_t with_exl3(int k2, hx_codebook codebook, const What &what)
+{
+    return codebook == HX_CB_MUL1 ? with_rate<false>(k2, what)
+                                  : with_rate<true>(k2, what);
 }
 
 static cudaError_t launch_gemm(gemm *p, const hx_cuda_work *w, hx_codebook codebook,
@@ -796,16 +1365,19 @@ static cudaError_t launch_gemm(gemm *p, const hx_cuda_work *w, hx_codebook codeb
     if (p->k2 == K2_HALF)
         return launch_rows<halves>(p, w, blocks, stream);
     p->cb = hx_cuda_codebook_of(codebook);
-    return codebook == HX_CB_MUL1 ? launch_exl3<false>(p, w, blocks, stream)
-                                  : launch_exl3<true>(p, w, blocks, stream);
+    return with_exl3(p->k2, codebook, [&](auto f) {
+        return launch_rows<decltype(f)>(p, w, blocks, stream);
+    });
 }
 
 /* positions rows of the image, from act(x, up) or x. */
 static cudaError_t launch_image(image_in *p, int64_t positions, const hx_cuda_work *w,
                                 cudaStream_t stream)
 {
-    p->wide = (uintptr_t)p->x % 16 == 0 && (uintptr_t)p->up % 16 == 0 && p->ldx % 4 == 0;
-    const unsigned warps = (unsigned)HX_MIN(p->steps / 2, ROW_THREADS / 32);
+    p->wide = (uintptr_t)p->x % 16 == 0 && (uintptr_t)p->up % 16 == 0 &&
+              p->ldx % 4 == 0 && p->k == (int64_t)p->steps * STEP;
+    const unsigned warps =
+        (unsigned)HX_MIN(hx_ceil_div(p->steps / 2, HELD), IMAGE_THREADS / 32);
 
     return hx_cuda_launch(w->overlap,
                           p->up != NULL ? rows_to_image<true> : rows_to_image<false>,
@@ -826,7 +1398,7 @@ static int64_t up_128(int64_t n)
 
 static size_t image_bytes(int64_t positions, int64_t k_pad)
 {
-    return (size_t)(hx_ceil_div(positions, IMAGE_ROWS) * (k_pad / STEP)) * PART;
+    return (size_t)(hx_ceil_div(positions, MOST_ROWS) * MOST_ROWS * k_pad) * 2;
 }
 
 /* Image, scales. */
@@ -843,18 +1415,24 @@ static size_t halves_bytes(int64_t n, int64_t k_pad)
 
 size_t hx_cuda_many_bytes(const hx_mat *w, int64_t rows)
 {
-    return rows_bytes(rows, up_128(w->k)) +
-           (w->fmt == HX_FMT_EXL3 ? 0 : halves_bytes(up_128(w->n), up_128(w->k)));
+    const size_t image = halves_bytes(up_128(w->n), up_128(w->k));
+
+    return rows_bytes(rows, up_128(w->k)) + (w->fmt != HX_FMT_EXL3 ? image
+                                             : rows < ONCE_ROWS
+                                                 ? 0
+                                                 : HX_MIN(image, (size_t)ONCE_BYTES));
 }
 
-/* Rows, and outputs of a plain format, that go together. */
-static cudaError_t fit(const hx_mat *w, int64_t *rows, int64_t *outputs, size_t bytes)
+/* Rows, and outputs that become an image, that go together; no outputs: EXL3 as it is. */
+static cudaError_t fit(const hx_cuda_many *a, int64_t *rows, int64_t *outputs,
+                       size_t bytes)
 {
-    const int64_t k_pad = up_128(w->k);
+    const int64_t k_pad = up_128(a->w->k), n_pad = up_128(a->w->n);
+    const bool exl3 = a->w->fmt == HX_FMT_EXL3;
     size_t left = bytes;
 
-    *outputs = up_128(w->n);
-    if (w->fmt != HX_FMT_EXL3) {
+    *outputs = exl3 ? 0 : n_pad;
+    if (!exl3) {
         const size_t half = HX_MAX(bytes / 2, halves_bytes(GROUP, k_pad));
 
         while (*outputs > GROUP && halves_bytes(*outputs, k_pad) > half)
@@ -863,20 +1441,44 @@ static cudaError_t fit(const hx_mat *w, int64_t *rows, int64_t *outputs, size_t 
     }
     while (*rows > 1 && rows_bytes(*rows, k_pad) > left)
         *rows = *rows > 2 * MOST_ROWS ? (*rows / 2 + 255) / 256 * 256 : *rows / 2;
-    return rows_bytes(*rows, k_pad) <= left ? cudaSuccess : cudaErrorInvalidValue;
+    if (rows_bytes(*rows, k_pad) > left)
+        return cudaErrorInvalidValue;
+    if (exl3 && (a->once > 0 || (a->once == 0 && *rows >= ONCE_ROWS))) {
+        left = HX_MIN(left - rows_bytes(*rows, k_pad), (size_t)ONCE_BYTES);
+        for (int64_t turns = 1; *outputs == 0 && n_pad / turns >= GROUP; turns++)
+            if (halves_bytes(up_128(hx_ceil_div(n_pad, turns)), k_pad) <= left)
+                *outputs = up_128(hx_ceil_div(n_pad, turns));
+        if (a->once == 0 && *outputs < HX_MIN(n_pad, (int64_t)ONCE_OUTPUTS))
+            *outputs = 0;
+    }
+    return cudaSuccess;
 }
 
-/* Outputs first … of a plain matrix become tiles in w. */
-static cudaError_t launch_halves(const hx_mat *m, int64_t first, int64_t outputs,
-                                 uint8_t *w, float *out_scale, const hx_cuda_work *work,
-                                 cudaStream_t stream)
+/* Outputs first … become an image. */
+static cudaError_t launch_weights(const hx_mat *m, int64_t first, int64_t outputs,
+                                  uint8_t *image, float *out_scale, const hx_cuda_work *w,
+                                  cudaStream_t stream)
 {
-    const halves_in in = { hx_plain_of(m), first, (int)(outputs / 16), w, out_scale };
+    const int steps = (int)(up_128(m->k) / STEP);
+    const halves_in in = { hx_plain_of(m), first, (int)(outputs / 16),
+                           steps,          image, out_scale };
+    const exl3_in tiles = { (const uint8_t *)m->w + first * m->k2,
+                            (int)(m->n_pad / GROUP),
+                            steps,
+                            m->k2,
+                            hx_cuda_codebook_of(m->codebook),
+                            image };
 
+    if (m->fmt == HX_FMT_EXL3)
+        return with_exl3(m->k2, m->codebook, [&](auto f) {
+            return hx_cuda_launch(w->overlap, exl3_to_image<decltype(f)>,
+                                  dim3((unsigned)(outputs / GROUP), (unsigned)steps),
+                                  dim3(32 * WARPS), 2 * PART + 512 * (size_t)m->k2,
+                                  stream, tiles);
+        });
     HX_PLAIN_SWITCH(m->fmt, return hx_cuda_launch(false, plain_to_halves<FMT>,
                                                   dim3((unsigned)in.tiles),
                                                   dim3(ROW_THREADS), 0, stream, in));
-    (void)work;
     return cudaSuccess;
 }
 
@@ -886,10 +1488,12 @@ static cudaError_t multiply_rows(const hx_cuda_many *a, int64_t r0, int64_t rows
 {
     const hx_mat *m = a->w;
     const int64_t k_pad = up_128(m->k);
-    const bool exl3 = m->fmt == HX_FMT_EXL3;
+    const bool exl3 = m->fmt == HX_FMT_EXL3, as_is = outputs == 0;
     image_in in = {};
     gemm p = {};
 
+    if (as_is)
+        outputs = up_128(m->n);
     in.x = a->x + r0 * a->ldx;
     in.ldx = a->ldx;
     in.k = m->k;
@@ -904,24 +1508,22 @@ static cudaError_t multiply_rows(const hx_cuda_many *a, int64_t r0, int64_t rows
     p.block_rows = a->block_rows;
     p.steps = in.steps;
     p.ldy = a->ldy;
-    p.k2 = exl3 ? m->k2 : K2_HALF;
-    uint8_t *tiles = (uint8_t *)w->p + rows_bytes(rows, k_pad);
-    float *out_scale = (float *)(tiles + outputs * k_pad * 2);
+    p.k2 = as_is ? m->k2 : K2_HALF;
+    uint8_t *image = (uint8_t *)w->p + rows_bytes(rows, k_pad);
+    float *out_scale = (float *)(image + outputs * k_pad * 2);
     for (int64_t n = 0; n < m->n && rc == cudaSuccess; n += outputs) {
         const int64_t here = up_128(HX_MIN(outputs, m->n - n));
 
-        p.w = (const uint8_t *)m->w;
-        p.svh = exl3 ? (const uint16_t *)m->svh : NULL;
+        p.w = as_is ? (const uint8_t *)m->w : image;
+        p.svh = exl3 ? (const uint16_t *)m->svh + n : NULL;
+        p.out_scale = exl3 ? NULL : out_scale;
         p.bias = m->bias != NULL ? (const uint16_t *)m->bias + n : NULL;
         p.y = a->y + r0 * a->ldy + n;
         p.wide = (uintptr_t)p.y % 16 == 0 && p.ldy % 4 == 0;
         p.n = HX_MIN(outputs, m->n - n);
         p.groups = (int)(here / GROUP);
-        if (!exl3) {
-            p.w = tiles;
-            p.out_scale = out_scale;
-            rc = launch_halves(m, n, here, tiles, out_scale, w, stream);
-        }
+        if (!as_is)
+            rc = launch_weights(m, n, here, image, out_scale, w, stream);
         if (rc == cudaSuccess)
             rc = launch_gemm(&p, w, m->codebook, 0, stream);
     }
@@ -932,7 +1534,7 @@ cudaError_t hx_cuda_rows_many(const hx_cuda_many *a, const hx_cuda_work *w,
                               cudaStream_t stream)
 {
     int64_t rows = HX_MIN(a->rows, (int64_t)1 << 24), outputs;
-    cudaError_t rc = fit(a->w, &rows, &outputs, w->bytes);
+    cudaError_t rc = fit(a, &rows, &outputs, w->bytes);
 
     for (int64_t r = 0; r < a->rows && rc == cudaSuccess; r += rows)
         rc = multiply_rows(a, r, HX_MIN(rows, a->rows - r), outputs, w, stream);
@@ -946,7 +1548,7 @@ struct heads_in {
     int64_t n, stride, first; /* W_h: rows h * stride + first … + n - 1 */
     bool transposed;
     int tiles, steps; /* of 16 outputs; of 16 inputs */
-    uint8_t *w;       /* [heads, steps, tiles, 512] */
+    uint8_t *w;       /* [heads] images */
     float *out_scale; /* [heads, 16 tiles] */
 };
 
@@ -969,7 +1571,7 @@ __global__ void __launch_bounds__(ROW_THREADS)
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2,
               q = lane & 3;
     const int64_t row0 = blockIdx.y * p.stride + p.first, o0 = (int64_t)blockIdx.x * 16;
-    const int64_t tile0 = blockIdx.y * (int64_t)p.steps * p.tiles + blockIdx.x;
+    uint8_t *w = p.w + blockIdx.y * (int64_t)p.steps * p.tiles * 512;
     float m = 0;
 
     if (threadIdx.x < 16)
@@ -994,8 +1596,10 @@ __global__ void __launch_bounds__(ROW_THREADS)
             h[i] = __floats2half2_rn(head_weight<FMT>(p, row0, o, at) * up[i & 1],
                                      head_weight<FMT>(p, row0, o, at + 1) * up[i & 1]);
         }
-        ((uint4 *)(p.w + (tile0 + (int64_t)step * p.tiles) * 512))[lane] =
-            *(const uint4 *)h;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            *(__half2 *)image_at<GROUP>(w, p.steps / 4, o0 + g + 8 * (i & 1),
+                                        16 * step + 2 * q + 8 * (i >> 1)) = h[i];
     }
 }
 
@@ -1106,8 +1710,8 @@ cudaError_t hx_cuda_heads_many(const hx_head_matmul_args *a, const hx_cuda_work 
                                cudaStream_t stream)
 {
     int64_t rows = HX_MIN(a->rows, INT32_MAX / 2 / a->heads);
-    int limit = 0, all = 0;
-    cudaError_t rc = shared_limits(&limit, &all);
+    limits lim = {};
+    cudaError_t rc = limits_of(&lim);
 
     while (rows > 1 && heads_layout_of(a, rows).bytes > w->bytes)
         rows = rows > MOST_ROWS ? hx_ceil_div(rows / 2, MOST_ROWS) * MOST_ROWS : rows / 2;
@@ -1129,8 +1733,8 @@ cudaError_t hx_cuda_heads_many(const hx_head_matmul_args *a, const hx_cuda_work 
                                             dim3((unsigned)in.tiles, (unsigned)a->heads),
                                             dim3(ROW_THREADS), 0, stream, in));
     for (int64_t r = 0; r < a->rows && rc == cudaSuccess; r += rows)
-        rc = heads_rows(a, &l, r, HX_MIN(rows, a->rows - r), most_rows(K2_HALF, limit), w,
-                        stream);
+        rc = heads_rows(a, &l, r, HX_MIN(rows, a->rows - r),
+                        most_rows(K2_HALF, lim.block), w, stream);
     return rc;
 }
 
@@ -1279,7 +1883,7 @@ cudaError_t hx_cuda_experts_many(const hx_cuda_moe *m, const hx_cuda_work *w,
 {
     const int most = HX_MAX(HX_MAX(m->k2_gate, m->k2_up), m->k2_down);
     int64_t window = hx_ceil_div(many_layout_of(m, 0).positions, MOST_ROWS) * MOST_ROWS;
-    int limit = 0, all = 0;
+    limits lim = {};
     plan p = {};
     cudaError_t rc;
 
@@ -1288,14 +1892,14 @@ cudaError_t hx_cuda_experts_many(const hx_cuda_moe *m, const hx_cuda_work *w,
     const many_layout l = many_layout_of(m, window);
     if (l.bytes > w->bytes || l.positions > INT32_MAX / 2)
         return cudaErrorInvalidValue;
-    if ((rc = shared_limits(&limit, &all)) != cudaSuccess)
+    if ((rc = limits_of(&lim)) != cudaSuccess)
         return rc;
     p.id = m->id;
     p.picks = m->rows * m->active;
     p.n_expert = m->n_expert;
     p.window = (int)window;
     p.n_window = (int)hx_ceil_div(l.positions, window);
-    p.block_rows = most_rows(most, limit);
+    p.block_rows = most_rows(most, lim.block);
     p.pick = (int32_t *)w->p;
     p.block = (row_block *)((char *)w->p + l.block);
     p.n_block = (int32_t *)((char *)w->p + l.n_block);

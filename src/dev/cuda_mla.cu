@@ -220,7 +220,7 @@ HX_DEVICE void begin_scores(const mla_row &x, int t, float (&s)[16])
 
 #pragma unroll
         for (int k = 0; k < 4; k++)
-            hx_wgmma_shared32(s, q + 2 * k, c + 2 * k, b + k > 0);
+            hx_wgmma_shared<32>(s, q + 2 * k, c + 2 * k, b + k > 0);
     }
     hx_wgmma_commit();
 }

@@ -46,6 +46,41 @@ HX_DEVICE void hx_bar_arrive(uint32_t bar)
                  : "memory");
 }
 
+/* The same of the barrier at this place in another thread block of the cluster. */
+HX_DEVICE void hx_bar_arrive_at(uint32_t bar, int rank)
+{
+#if HX_WGMMA
+    asm volatile("{.reg .b32 a; mapa.shared::cluster.u32 a, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [a];}" ::"r"(bar),
+                 "r"(rank)
+                 : "memory");
+#else
+    hx_bar_arrive(bar);
+    (void)rank;
+#endif
+}
+
+/* Two floats to this place in another thread block of the cluster. */
+HX_DEVICE void hx_put_at(uint32_t to, int rank, float a, float b)
+{
+#if HX_WGMMA
+    asm volatile("{.reg .b32 a; mapa.shared::cluster.u32 a, %0, %1;\n"
+                 "st.shared::cluster.v2.f32 [a], {%2, %3};}" ::"r"(to),
+                 "r"(rank), "f"(a), "f"(b)
+                 : "memory");
+#endif
+}
+
+/* All threads of a cluster. */
+HX_DEVICE void hx_cluster_meet(void)
+{
+#if HX_WGMMA
+    asm volatile("barrier.cluster.arrive.release;\n"
+                 "barrier.cluster.wait.acquire;" ::
+                     : "memory");
+#endif
+}
+
 /* Until the phase of that parity is over. */
 HX_DEVICE void hx_bar_wait(uint32_t bar, uint32_t parity)
 {
@@ -80,6 +115,23 @@ HX_DEVICE void hx_bulk_copy(uint32_t to, const void *from, int n, uint32_t bar)
                  "l"(__cvta_generic_to_global(from)), "r"(n), "r"(bar)
                  : "memory");
 }
+
+/* The same to that place of every thread block of a cluster of n, and its barrier. */
+HX_DEVICE void hx_bulk_copy_all(uint32_t to, const void *from, int bytes, uint32_t bar,
+                                int n)
+{
+#if HX_WGMMA
+    if (n > 1) {
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                     ".multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to),
+                     "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(bar),
+                     "h"((uint16_t)((1 << n) - 1))
+                     : "memory");
+        return;
+    }
+#endif
+    hx_bulk_copy(to, from, bytes, bar);
+}
 #else
 /* This thread's cp.async so far count as one arrival when they are there. */
 HX_DEVICE void hx_bar_arrive_copies(uint32_t bar)
@@ -87,6 +139,17 @@ HX_DEVICE void hx_bar_arrive_copies(uint32_t bar)
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory");
 }
 #endif
+
+/* This thread's cp.async since the last one are a group; until all but N groups are there. */
+HX_DEVICE void hx_copy_commit(void)
+{
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+template <int N> HX_DEVICE void hx_copy_wait_older(void)
+{
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
 
 /* Threads of a part of the block, n of them, meet. */
 HX_DEVICE void hx_bar_sync(int id, int n)
@@ -191,6 +254,12 @@ HX_DEVICE void hx_wgmma_wrote(void)
                  "{" a0 ", " a1 ", " a2 ", " a3 "}, " m ", p, 1, 1, 0;}"                   \
                  : F                                                                       \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
+#define HX_WGMMA_SHARED(n, D, F, m, w, on)                                                 \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " on ", 0;\n"                             \
+                 "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.f16.f16 {" D "}, "         \
+                 m ", " w ", p, 1, 1, 0, 0;}"                                              \
+                 : F                                                                       \
+                 : "l"(a), "l"(b), "r"(add))
 /* clang-format on */
 
 /* d [64, N] (+)= a [64, 16] b [N, 16]^T by four warps, f16 in, f32 sums; a lies as in
@@ -208,14 +277,17 @@ HX_DEVICE void hx_wgmma(float *d, const uint32_t a[4], uint64_t b, int add)
                      "%133");
 }
 
-/* d [64, 32] (+)= a [64, 16] b [32, 16]^T, both in shared memory (hx_wgmma_matrix). */
-HX_DEVICE void hx_wgmma_shared32(float *d, uint64_t a, uint64_t b, int add)
+/* The same, both in shared memory (hx_wgmma_matrix). */
+template <int N> HX_DEVICE void hx_wgmma_shared(float *d, uint64_t a, uint64_t b, int add)
 {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %18, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {" HX_D16 "}, "
-                 "%16, %17, p, 1, 1, 0, 0;}"
-                 : HX_F16(0)
-                 : "l"(a), "l"(b), "r"(add));
+    if constexpr (N == 32)
+        HX_WGMMA_SHARED("32", HX_D16, HX_F16(0), "%16", "%17", "%18");
+    else if constexpr (N == 64)
+        HX_WGMMA_SHARED("64", HX_D32, HX_F32(0), "%32", "%33", "%34");
+    else if constexpr (N == 128)
+        HX_WGMMA_SHARED("128", HX_D64, HX_F64(0), "%64", "%65", "%66");
+    else
+        HX_WGMMA_SHARED("256", HX_D128, HX_F128(0), "%128", "%129", "%130");
 }
 
 /* d [64, 256] += a [64, 16] b [16, 256], b from hx_wgmma_turned. */
