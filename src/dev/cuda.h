@@ -11,6 +11,7 @@
 
 enum {
     HX_CUDA_JOB_ROWS = 16, /* most rows of one job */
+    HX_CUDA_FEW_ROWS = 4,  /* jobs up to so many make their activations themselves */
     HX_CUDA_MAX_BPS = 4    /* most 128-input blocks of four warps */
 };
 
@@ -18,12 +19,14 @@ enum {
  * Device memory; trellis 16-byte aligned, it may be mapped host memory. */
 typedef struct {
     const void *trellis, *suh, *svh, *bias;
-    const float *x; /* may be NULL where the activations are there already */
+    const float *x, *up; /* up: the input is hx_canon_act(x, up, limit); or NULL */
     float *y;
     int64_t ldx, ldy, n, k;
-    const int32_t *row; /* [rows] row of x and y; NULL: 0, 1, 2 … */
+    const int32_t *row; /* [rows] row of y; NULL: 0, 1, 2 … */
+    int32_t x_div;      /* rows of y that share one of x; 0: 1 */
     int32_t slot;       /* added to the row: its place in the work memory */
     int32_t rows;       /* 0: nothing to do */
+    float limit;
 } hx_cuda_job;
 
 /* Factors of a quantised block (canon.h, step 2). */
@@ -34,7 +37,7 @@ typedef struct {
 
 /* Device memory that products use: one owner, one stream. */
 typedef struct {
-    int *ticket; /* [n_ticket], zero between launches; n_pad / 128 for each job */
+    int *ticket; /* [n_ticket], zero between launches; n_pad / 128 for each job, and 256 */
     int64_t n_ticket;
     void *p; /* [bytes], 256-byte aligned */
     size_t bytes;
@@ -50,8 +53,7 @@ typedef struct {
     hx_codebook codebook;
     int quads, bps; /* 4 warps each, 1, 2 or 4, and 128-input blocks of each,
                      * 1, 2 or 4; 0: choose */
-    bool chained;   /* the jobs' activations come from the launch just before */
-    bool fresh;     /* so do the jobs themselves */
+    bool fresh;     /* the jobs come from the launch just before */
 } hx_cuda_shape;
 
 /* Work memory, as laid out for a shape. */
@@ -66,8 +68,9 @@ size_t hx_cuda_area_bytes(const hx_cuda_shape *s, int n_sm);
 cudaError_t hx_cuda_area_of(const hx_cuda_shape *s, const hx_cuda_work *w,
                             hx_cuda_area *out);
 
-/* Products: hx_cuda_rows() one job, by value; hx_cuda_jobs() a device array [n_job] whose
- * activations are in the area already. */
+/* Products: hx_cuda_rows() one job, by value; hx_cuda_jobs() a device array [n_job]. Jobs
+ * of shapes with more than HX_CUDA_FEW_ROWS rows have their activations in the area
+ * already. */
 cudaError_t hx_cuda_rows(const hx_cuda_job *job, const hx_cuda_shape *s,
                          const hx_cuda_work *w, cudaStream_t stream);
 cudaError_t hx_cuda_jobs(const hx_cuda_job *jobs, const hx_cuda_shape *s,
@@ -144,7 +147,9 @@ size_t hx_cuda_heads_many_bytes(const hx_head_matmul_args *a, int64_t rows);
 cudaError_t hx_cuda_heads_many(const hx_head_matmul_args *a, const hx_cuda_work *w,
                                cudaStream_t stream);
 
-/* Launches with the permission to start while the launch before it ends. */
+/* Launches with the permission to start while the launch before it ends. Every kernel so
+ * launched waits before it lets the next one start: what is older than the launch before
+ * is complete. */
 template <class... P, class... A>
 static cudaError_t hx_cuda_launch(bool overlap, void (*kernel)(P...), dim3 grid,
                                   dim3 block, size_t shared, cudaStream_t stream,
@@ -164,6 +169,23 @@ static cudaError_t hx_cuda_launch(bool overlap, void (*kernel)(P...), dim3 grid,
     return cudaLaunchKernelEx(&cfg, kernel, static_cast<A &&>(args)...);
 }
 
+/* As HX_LAUNCH of cuda_dev.h, of a kernel that waits for the launch before it. */
+#define HX_LAUNCH_NEXT(c, op, err, kernel, grid, block, shared, ...)                     \
+    do {                                                                                 \
+        const dim3 grid_ = (grid);                                                       \
+        const size_t shared_ = (shared);                                                 \
+        cudaError_t rc_ = cudaSuccess;                                                   \
+                                                                                         \
+        if (shared_ > 32 * 1024)                                                         \
+            rc_ = cudaFuncSetAttribute(                                                  \
+                kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_);      \
+        if (rc_ == cudaSuccess && grid_.x > 0 && grid_.y > 0 && grid_.z > 0)             \
+            rc_ = hx_cuda_launch((c)->cc >= 90, kernel, grid_, dim3(block), shared_,     \
+                                 (c)->stream, __VA_ARGS__);                              \
+        if (rc_ != cudaSuccess)                                                          \
+            return hx_cuda_fail((err), (op), rc_);                                       \
+    } while (0)
+
 /* ---- device functions ----------------------------------------------------- */
 
 /* Until here a kernel may run beside the one before it in the stream. */
@@ -180,6 +202,13 @@ __device__ static inline void hx_cuda_allow_next(void)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
+}
+
+/* Both: for kernels that have nothing to do before. */
+__device__ static inline void hx_cuda_in_turn(void)
+{
+    hx_cuda_after_previous();
+    hx_cuda_allow_next();
 }
 
 /* The rotation of 128 values, four neighbours a lane; the order of canon.h. */

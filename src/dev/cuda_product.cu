@@ -78,8 +78,8 @@ static int plain_launch(hx_cuda *c, const char *op, const plain &p, hx_fmt fmt,
                     (unsigned)hx_ceil_div(p.rows, RB), (unsigned)nz);
     const size_t shared = sizeof(float) * ((size_t)RB << log_l) * PITCH;
 
-    HX_PLAIN_SWITCH(fmt, HX_LAUNCH(c, op, err, (plain_rows<FMT, RB>), grid, THREADS,
-                                   shared, p, log_l));
+    HX_PLAIN_SWITCH(fmt, HX_LAUNCH_NEXT(c, op, err, (plain_rows<FMT, RB>), grid, THREADS,
+                                        shared, p, log_l));
     return 0;
 }
 
@@ -188,6 +188,8 @@ __global__ void __launch_bounds__(THREADS)
     hx_plain_mat m = p.m;
     float level[LEVELS][RB];
 
+    if (p.id != NULL)
+        hx_cuda_after_previous();
     if (!matrix_of(p, &m))
         return;
     const int64_t row =
@@ -209,6 +211,8 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
                 for (int s = 0; s < N; s++)
                     raw[s] = hx_plain_raw8<FMT>(m, row, mine + 8 * (h + s));
+                if (h == 0 && c == 0)
+                    hx_cuda_in_turn();
                 if (h == 0)
                     stage_inputs<RB>(xs, x, p, r0, i0, log_l);
                 if (mine < k)
@@ -222,6 +226,8 @@ __global__ void __launch_bounds__(THREADS)
                     }
             }
         } else {
+            if (c == 0)
+                hx_cuda_in_turn();
             stage_inputs<RB>(xs, x, p, r0, i0, log_l);
             for (int s = 0; s < BLOCK && mine < k; s += 8) {
                 float w[8];
@@ -291,12 +297,13 @@ static int column_product(hx_cuda *c, plain p, hx_fmt fmt, int64_t nz, hx_err *e
         const size_t shared = (size_t)(blocks * BLOCK * 32) * hx_plain_bytes(fmt);
 
         if (rb == 1)
-            HX_PLAIN_SWITCH(fmt, HX_LAUNCH(c, "head_matmul", err, (plain_columns<FMT, 1>),
+            HX_PLAIN_SWITCH(fmt,
+                            HX_LAUNCH_NEXT(c, "head_matmul", err, (plain_columns<FMT, 1>),
                                            grid, threads, shared, p))
         else
-            HX_PLAIN_SWITCH(fmt, HX_LAUNCH(c, "head_matmul", err,
-                                           (plain_columns<FMT, MAX_ROWS>), grid, threads,
-                                           shared, p))
+            HX_PLAIN_SWITCH(fmt, HX_LAUNCH_NEXT(c, "head_matmul", err,
+                                                (plain_columns<FMT, MAX_ROWS>), grid,
+                                                threads, shared, p))
         p.x += p.rows * p.ldx;
         p.y += p.rows * p.ldy;
     }
@@ -344,6 +351,7 @@ template <int FMT, int RB>
 __global__ void __launch_bounds__(32 * COLUMN_BLOCKS)
     plain_columns(const __grid_constant__ plain p)
 {
+    hx_cuda_in_turn();
     extern __shared__ __align__(16) char tiles[];
     __shared__ float xs[RB][COLUMN_BLOCKS * BLOCK], term[RB][COLUMN_BLOCKS][32];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -738,8 +746,9 @@ static int plain_experts(hx_cuda *c, const hx_moe_args *a, const hx_cuda_expert 
     p.y = up;
     if ((rc = plain_product(c, "moe", p, x->gate.fmt, picks, err)) != 0)
         return rc;
-    HX_LAUNCH(c, "moe", err, act_picks, dim3((unsigned)hx_ceil_div(picks * f, THREADS)),
-              THREADS, 0, gate, up, picks * f, a->limit);
+    HX_LAUNCH_NEXT(c, "moe", err, act_picks,
+                   dim3((unsigned)hx_ceil_div(picks * f, THREADS)), THREADS, 0, gate, up,
+                   picks * f, a->limit);
     p.m = hx_plain_of(&x->down);
     for (int64_t e = 0; e < a->n_expert; e++)
         p.m.wide = p.m.wide && hx_plain_of(&x[e].down).wide;
@@ -756,6 +765,7 @@ static int plain_experts(hx_cuda *c, const hx_moe_args *a, const hx_cuda_expert 
 /* 128 elements a block; those of picks without an expert are whatever was there. */
 __global__ void act_picks(float *gate, const float *up, int64_t n, float limit)
 {
+    hx_cuda_in_turn();
     const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
 
     if (i < n)
@@ -798,7 +808,7 @@ static bool experts_fit(const hx_cuda *c, const hx_moe_args *a, int64_t rows)
                (size_t)(2 * picks * x->gate.n) * sizeof(float) <= c->scratch_bytes;
     const hx_cuda_moe m = experts_of(a, NULL, 0, rows);
     return picks <= MAX_PICKS && hx_cuda_moe_bytes(&m, c->n_sm) <= c->scratch_bytes &&
-           2 * picks * HX_MAX(x->gate.n_pad, x->down.n_pad) / 128 <= c->n_ticket;
+           2 * picks * HX_MAX(x->gate.n_pad, x->down.n_pad) / 128 + 256 <= c->n_ticket;
 }
 
 /* Prefill rows, in turns of which the picks can be counted. */

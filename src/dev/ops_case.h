@@ -26,10 +26,14 @@ enum {
 
 static const uint32_t POISON = 0x7FE5A5A5; /* a NaN that no arithmetic makes */
 
-/* In a case: this optional buffer is left out; this matrix has a bias. */
+/* In a case: this optional buffer is left out; that one is there; this matrix has a bias. */
 #define ABSENT                                                                           \
     {                                                                                    \
         NULL, 1                                                                          \
+    }
+#define GIVEN                                                                            \
+    {                                                                                    \
+        NULL, 2                                                                          \
     }
 #define BIAS ((const void *)1)
 
@@ -408,11 +412,16 @@ static void fill_swiglu(trial *t, hx_swiglu_args *a)
 static void fill_hc_mix(trial *t, hx_hc_mix_args *a)
 {
     const int64_t s = a->streams_n;
+    const bool merge = a->y.n != 0, norm = a->w.n != 0;
 
-    row_buf(t, &a->streams, "streams", IN, T_F32, a->rows, s * a->dim);
+    row_buf(t, &a->streams, "streams", merge ? STATE : IN, T_F32, a->rows, s * a->dim);
     row_buf(t, &a->x, "x", OUT, T_F32, a->rows, a->dim);
-    row_buf(t, &a->post, "post", OUT, T_F32, a->rows, s);
-    row_buf(t, &a->comb, "comb", OUT, T_F32, a->rows, s * s);
+    row_buf(t, &a->post, "post", merge ? STATE : OUT, T_F32, a->rows, s);
+    row_buf(t, &a->comb, "comb", merge ? STATE : OUT, T_F32, a->rows, s * s);
+    if (merge)
+        row_buf(t, &a->y, "y", IN, T_F32, a->rows, a->dim);
+    if (norm)
+        one_buf(t, &a->w, "w", IN, a->dim);
     if (a->fn == NULL)
         return;
     a->fn = weights_of(t, "fn", a->fn);
@@ -864,6 +873,23 @@ OP_CASES(hc_mix, .nmse = 1e-12,
     { .rows = 7, .streams_n = 4, .dim = 256, .fn = MAT(BF16, 24, 1024), HC },
     { .rows = 1, .streams_n = 4, .dim = 4096, .fn = MAT(BF16, 24, 16384), HC },
     { .rows = 19, .streams_n = 4, .dim = 4096, .fn = MAT(BF16, 24, 16384), HC },
+    { .rows = 2, .streams_n = 1, .dim = 5, .norm_eps = 1e-5f, .y = GIVEN, .w = GIVEN },
+    { .rows = 2, .streams_n = 3, .dim = 20, .fn = MAT(BF16, 15, 60), HC, .w = GIVEN },
+    { .rows = 5, .streams_n = 8, .dim = 131, .fn = MAT(F16, 80, 1048), HC, .y = GIVEN },
+    { .rows = 1,
+      .streams_n = 4,
+      .dim = 4096,
+      .fn = MAT(BF16, 24, 16384),
+      HC,
+      .y = GIVEN,
+      .w = GIVEN },
+    { .rows = 6,
+      .streams_n = 4,
+      .dim = 2504,
+      .fn = MAT(FP8, 24, 10016, .block_n = 128, .block_k = 128),
+      HC,
+      .y = GIVEN,
+      .w = GIVEN },
 };
 VECTORS(hc_mix) {
     { .rows = 2, .streams_n = 4, .dim = 3, .fn = MAT(BF16, 24, 12), HC },

@@ -20,6 +20,7 @@ struct hx_graph {
     hx_layer_call call;
     uint64_t bytes;
     const hx_batch *batch;           /* since begin */
+    bool due;                        /* y is still to be merged into the streams */
     int64_t next;                    /* layer that comes next */
     hx_dev_graph *step[HX_SPAN_MAX]; /* recorded decode steps, by rows - 1 */
     bool ran[HX_SPAN_MAX];           /* once as it is: what comes up at first is there */
@@ -261,6 +262,7 @@ int hx_graph_resume(hx_graph *g, const hx_batch *b, int64_t next, hx_err *err)
                        (long long)b->rows.n_row, (long long)g->max_rows);
     g->batch = b;
     g->next = next;
+    g->due = false;
     c->dev = g->dev;
     c->d = d;
     c->store = g->model->store;
@@ -300,11 +302,27 @@ int hx_graph_begin(hx_graph *g, const hx_batch *b, hx_err *err)
     return rc != 0 ? rc : embed_rows(g, err);
 }
 
-/* Collapses the streams to the sub-layer's normalised input x. */
+/* Spreads y, the last sub-layer's output, over the streams. */
+static int merge(hx_graph *g, hx_err *err)
+{
+    const hx_desc *d = &g->model->desc;
+    const hx_hc_merge_args a = { .streams = g->streams,
+                                 .y = g->y,
+                                 .post = g->post,
+                                 .comb = g->comb,
+                                 .rows = g->batch->rows.n_row,
+                                 .streams_n = d->streams,
+                                 .dim = d->width };
+
+    g->due = false;
+    return hx_op_hc_merge(g->dev, &a, err);
+}
+
+/* Collapses the streams, once they have what is due, to the sub-layer's normalised input
+ * x. */
 static int site_open(hx_graph *g, const hx_hc *hc, hx_buf norm, hx_err *err)
 {
     const hx_desc *d = &g->model->desc;
-    const int64_t rows = g->batch->rows.n_row;
     const hx_hc_mix_args mix = { .x = g->x,
                                  .post = g->post,
                                  .comb = g->comb,
@@ -312,38 +330,17 @@ static int site_open(hx_graph *g, const hx_hc *hc, hx_buf norm, hx_err *err)
                                  .base = hc->base,
                                  .scale = hc->scale,
                                  .fn = hc->fn.w != NULL ? &hc->fn : NULL,
-                                 .rows = rows,
+                                 .rows = g->batch->rows.n_row,
                                  .streams_n = d->streams,
                                  .dim = d->width,
                                  .norm_eps = d->norm_eps,
                                  .eps = d->hc_eps,
-                                 .iters = d->hc_iters };
-    const hx_rmsnorm_args rms = { .y = g->x,
-                                  .x = g->x,
-                                  .w = norm,
-                                  .rows = rows,
-                                  .dim = d->width,
-                                  .ldx = d->width,
-                                  .ldy = d->width,
-                                  .eps = d->norm_eps };
-    const int rc = hx_op_hc_mix(g->dev, &mix, err);
+                                 .iters = d->hc_iters,
+                                 .y = g->due ? g->y : (hx_buf) { 0 },
+                                 .w = norm };
 
-    return rc != 0 ? rc : hx_op_rmsnorm(g->dev, &rms, err);
-}
-
-/* Spreads the sub-layer's output y over the streams. */
-static int site_close(hx_graph *g, hx_err *err)
-{
-    const hx_desc *d = &g->model->desc;
-    const hx_hc_merge_args merge = { .streams = g->streams,
-                                     .y = g->y,
-                                     .post = g->post,
-                                     .comb = g->comb,
-                                     .rows = g->batch->rows.n_row,
-                                     .streams_n = d->streams,
-                                     .dim = d->width };
-
-    return hx_op_hc_merge(g->dev, &merge, err);
+    g->due = false;
+    return hx_op_hc_mix(g->dev, &mix, err);
 }
 
 static void tap(const hx_graph *g, const char *what, hx_buf data)
@@ -369,8 +366,8 @@ static int one_layer(hx_graph *g, int64_t l, hx_err *err)
     if (rc != 0)
         return rc;
     tap(g, "attn_out", g->y);
-    if ((rc = site_close(g, err)) != 0 ||
-        (rc = site_open(g, &w->hc_ffn, w->norm_ffn, err)) != 0)
+    g->due = true;
+    if ((rc = site_open(g, &w->hc_ffn, w->norm_ffn, err)) != 0)
         return rc;
     tap(g, "mlp_in", g->x);
     rc = w->ffn == HX_FFN_DENSE ? hx_layers_dense(c, &w->dense, g->y, err)
@@ -378,10 +375,12 @@ static int one_layer(hx_graph *g, int64_t l, hx_err *err)
     if (rc != 0)
         return rc;
     tap(g, "mlp_out", g->y);
-    if ((rc = site_close(g, err)) != 0)
-        return rc;
+    g->due = true;
+    if (c->tap == NULL)
+        return 0;
+    rc = merge(g, err);
     tap(g, "streams", g->streams);
-    return 0;
+    return rc;
 }
 
 int hx_graph_layers(hx_graph *g, int64_t l0, int64_t l1, hx_err *err)
@@ -394,7 +393,7 @@ int hx_graph_layers(hx_graph *g, int64_t l0, int64_t l1, hx_err *err)
             return rc;
     }
     g->next = l1;
-    return 0;
+    return g->due ? merge(g, err) : 0;
 }
 
 int hx_graph_out(hx_graph *g, int64_t row0, int64_t n, hx_err *err)

@@ -235,20 +235,20 @@ static int norm_rows(const hx_layer_call *c, hx_buf x, hx_buf w, int64_t dim, hx
     return hx_op_rmsnorm(c->dev, &a, err);
 }
 
-/* Compressed query, latent and index key of every row; latents and keys go to memory. */
-static int mla_project(const hx_layer_call *c, const hx_mla *w, hx_layer_mem *mem,
-                       const mla_rows *m, hx_err *err)
+/* Latent, index key and index weight of every row; latents and keys go to memory. */
+static int mla_remember(const hx_layer_call *c, const hx_mla *w, hx_layer_mem *mem,
+                        const mla_rows *m, hx_err *err)
 {
     const hx_desc *d = c->d;
     int rc;
 
-    if ((rc = linear(c, m->qr, d->q_rank, c->x, d->width, &w->q_a, err)) != 0 ||
-        (rc = norm_rows(c, m->qr, w->q_norm, d->q_rank, err)) != 0 ||
-        (rc = linear(c, m->latent, d->latent, c->x, d->width, &w->kv_a, err)) != 0 ||
+    if ((rc = linear(c, m->latent, d->latent, c->x, d->width, &w->kv_a, err)) != 0 ||
         (rc = norm_rows(c, m->latent, w->kv_norm, d->latent, err)) != 0 ||
         (rc = linear(c, m->key, d->index_width, c->x, d->width, &w->index_k, err)) != 0 ||
         (rc = linear(c, m->gate, d->index_width, c->x, d->width, &w->index_gate, err)) !=
-            0)
+            0 ||
+        (rc = linear(c, m->weight, d->index_heads, c->x, d->width, &w->index_weight,
+                     err)) != 0)
         return rc;
     const hx_layernorm_args ln = { .y = m->key,
                                    .x = m->key,
@@ -396,13 +396,14 @@ int hx_layers_mla(const hx_layer_call *c, const hx_mla *w, hx_layer_mem *mem, hx
     const int64_t stride = d->k_width + d->v_width;
     int rc;
 
-    if ((rc = mla_project(c, w, mem, &m, err)) != 0 ||
+    if ((rc = fork_side(c, err)) != 0 || (rc = mla_remember(c, w, mem, &m, err)) != 0 ||
+        (rc = end_side(c, err)) != 0 ||
+        (rc = linear(c, m.qr, d->q_rank, c->x, d->width, &w->q_a, err)) != 0 ||
+        (rc = norm_rows(c, m.qr, w->q_norm, d->q_rank, err)) != 0 ||
         (rc = linear(c, c->a, d->mla_heads * d->k_width, m.qr, d->q_rank, &w->q_b,
                      err)) != 0 ||
         (rc = linear(c, c->e, d->index_heads * d->index_width, m.qr, d->q_rank,
-                     &w->index_q, err)) != 0 ||
-        (rc = linear(c, m.weight, d->index_heads, c->x, d->width, &w->index_weight,
-                     err)) != 0)
+                     &w->index_q, err)) != 0)
         return rc;
     const hx_head_matmul_args absorb = { .y = c->b,
                                          .x = c->a,
@@ -425,6 +426,7 @@ int hx_layers_mla(const hx_layer_call *c, const hx_mla *w, hx_layer_mem *mem, hx
                                          .transposed = false,
                                          .prefill = c->phase == HX_PHASE_PREFILL };
     if ((rc = hx_op_head_matmul(c->dev, &absorb, err)) != 0 ||
+        (rc = join_side(c, err)) != 0 ||
         (rc = attend(c, mem, c->e, m.weight, err)) != 0 ||
         (rc = hx_op_head_matmul(c->dev, &expand, err)) != 0)
         return rc;
