@@ -11,7 +11,7 @@
 
 enum {
     HX_CUDA_JOB_ROWS = 16, /* most rows of one job */
-    HX_CUDA_FEW_ROWS = 4,  /* jobs up to so many make their activations themselves */
+    HX_CUDA_FEW_ROWS = 4,  /* of a product that makes its activations itself */
     HX_CUDA_MAX_BPS = 4    /* most 128-input blocks of four warps */
 };
 
@@ -19,14 +19,12 @@ enum {
  * Device memory; trellis 16-byte aligned, it may be mapped host memory. */
 typedef struct {
     const void *trellis, *suh, *svh, *bias;
-    const float *x, *up; /* up: the input is hx_canon_act(x, up, limit); or NULL */
+    const float *x; /* may be NULL where the activations are there already */
     float *y;
     int64_t ldx, ldy, n, k;
-    const int32_t *row; /* [rows] row of y; NULL: 0, 1, 2 … */
-    int32_t x_div;      /* rows of y that share one of x; 0: 1 */
+    const int32_t *row; /* [rows] row of x and y; NULL: 0, 1, 2 … */
     int32_t slot;       /* added to the row: its place in the work memory */
     int32_t rows;       /* 0: nothing to do */
-    float limit;
 } hx_cuda_job;
 
 /* Factors of a quantised block (canon.h, step 2). */
@@ -37,7 +35,7 @@ typedef struct {
 
 /* Device memory that products use: one owner, one stream. */
 typedef struct {
-    int *ticket; /* [n_ticket], zero between launches; n_pad / 128 for each job, and 256 */
+    int *ticket; /* [n_ticket], zero between launches; n_pad / 128 for each job */
     int64_t n_ticket;
     void *p; /* [bytes], 256-byte aligned */
     size_t bytes;
@@ -68,9 +66,8 @@ size_t hx_cuda_area_bytes(const hx_cuda_shape *s, int n_sm);
 cudaError_t hx_cuda_area_of(const hx_cuda_shape *s, const hx_cuda_work *w,
                             hx_cuda_area *out);
 
-/* Products: hx_cuda_rows() one job, by value; hx_cuda_jobs() a device array [n_job]. Jobs
- * of shapes with more than HX_CUDA_FEW_ROWS rows have their activations in the area
- * already. */
+/* Products: hx_cuda_rows() one job, by value; hx_cuda_jobs() a device array [n_job] whose
+ * activations are in the area already. */
 cudaError_t hx_cuda_rows(const hx_cuda_job *job, const hx_cuda_shape *s,
                          const hx_cuda_work *w, cudaStream_t stream);
 cudaError_t hx_cuda_jobs(const hx_cuda_job *jobs, const hx_cuda_shape *s,
@@ -169,6 +166,10 @@ static cudaError_t hx_cuda_launch(bool overlap, void (*kernel)(P...), dim3 grid,
     return cudaLaunchKernelEx(&cfg, kernel, static_cast<A &&>(args)...);
 }
 
+/* Whether c's launches may overlap. Those on the side may not: what starts early there and
+ * waits keeps the others out of its multiprocessor. */
+#define hx_cuda_overlap(c) ((c)->cc >= 90 && !(c)->side.on)
+
 /* As HX_LAUNCH of cuda_dev.h, of a kernel that waits for the launch before it. */
 #define HX_LAUNCH_NEXT(c, op, err, kernel, grid, block, shared, ...)                     \
     do {                                                                                 \
@@ -180,8 +181,8 @@ static cudaError_t hx_cuda_launch(bool overlap, void (*kernel)(P...), dim3 grid,
             rc_ = cudaFuncSetAttribute(                                                  \
                 kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_);      \
         if (rc_ == cudaSuccess && grid_.x > 0 && grid_.y > 0 && grid_.z > 0)             \
-            rc_ = hx_cuda_launch((c)->cc >= 90, kernel, grid_, dim3(block), shared_,     \
-                                 (c)->stream, __VA_ARGS__);                              \
+            rc_ = hx_cuda_launch(hx_cuda_overlap(c), kernel, grid_, dim3(block),         \
+                                 shared_, (c)->stream, __VA_ARGS__);                     \
         if (rc_ != cudaSuccess)                                                          \
             return hx_cuda_fail((err), (op), rc_);                                       \
     } while (0)
@@ -209,6 +210,13 @@ __device__ static inline void hx_cuda_in_turn(void)
 {
     hx_cuda_after_previous();
     hx_cuda_allow_next();
+}
+
+/* n bytes of weights that a kernel reads later, into the L2 cache; a line a thread. */
+__device__ static inline void hx_cuda_soon(const void *p, int64_t n)
+{
+    for (int64_t i = 128 * (int64_t)threadIdx.x; i < n; i += 128 * (int64_t)blockDim.x)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"((const char *)p + i));
 }
 
 /* The rotation of 128 values, four neighbours a lane; the order of canon.h. */

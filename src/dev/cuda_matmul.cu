@@ -15,14 +15,14 @@
  * each. */
 #include "dev/cuda.h"
 
-#define GROUP_COLS  128 /* outputs of a thread block: one rotation */
-#define QUAD        128 /* threads: four warps, each two 16-column tiles */
-#define MAX_QUADS   4   /* of a thread block, each with its own inputs */
-#define ROWS_MMA    4   /* activation rows in one B operand */
-#define PLANE       256 /* bytes of the planes of a block of a row */
-#define PLANE_STEP  288 /* the same in shared memory, and the scale: no conflicts */
-#define MAX_LEVELS  5   /* of the join */
-#define MOST_SPLITS (8 * ((1 << MAX_LEVELS) - 1))
+#define GROUP_COLS 128 /* outputs of a thread block: one rotation */
+#define QUAD       128 /* threads: four warps, each two 16-column tiles */
+#define MAX_QUADS  4   /* of a thread block, each with its own inputs */
+#define ROWS_MMA   4   /* activation rows in one B operand */
+#define PLANE      256 /* bytes of the planes of a block of a row */
+#define PLANE_STEP 288 /* the same in shared memory, and the scale: no conflicts */
+#define MAX_LEVELS 5   /* of the join: 8 * 2^5 - 8 splits */
+#define MADE_LOAD  24 /* from here on a launch of its own makes the activations cheaper */
 #define MOST_SHARED                                                                      \
     (96 << 10) /* bytes of a thread block that any GPU from sm_80 on has */
 
@@ -30,8 +30,7 @@
 #define MOST_QUADS(rq, half) ((rq) == 4 && (half) ? 2 : MAX_QUADS)
 #define MOST_BPS(rq)         ((rq) == 4 ? 2 : HX_CUDA_MAX_BPS)
 
-/* What the products of a launch are given. An item is 128 outputs of a job; a thread block
- * has one part of the inputs, a split, of one item, or takes one item after the other. */
+/* What the products of a launch are given. */
 struct product {
     hx_cuda_job one;
     const hx_cuda_job *many; /* NULL: one */
@@ -39,11 +38,8 @@ struct product {
     int64_t n_pad, k_pad;
     int bps;  /* 128-input blocks of a quad */
     int rows; /* the most, for which shared memory is sized */
-    int n_col, n_item;
-    int *
-        taken; /* [splits] items taken beyond the first of each thread block; zero between
-                 * launches */
     bool fresh;
+    bool made; /* the activations are in the area */
 };
 
 /* ---- activations -------------------------------------------------------- */
@@ -53,20 +49,25 @@ __device__ static inline int64_t row_of(const hx_cuda_job *j, int r)
     return j->row != NULL ? j->row[r] : r;
 }
 
-/* Four inputs of a row of y, from input at on, times suh. */
+/* Four inputs of a row, from input at on, times suh. */
 __device__ static inline void inputs(float v[4], const hx_cuda_job *j, int64_t row,
                                      int64_t at)
 {
     const uint16_t *suh = (const uint16_t *)j->suh + at;
-    const int64_t from = (j->x_div > 1 ? row / j->x_div : row) * j->ldx + at;
+    const float *x = j->x + row * j->ldx + at;
 
-    for (int i = 0; i < 4; i++) {
-        float x = at + i < j->k ? j->x[from + i] : 0.0f;
+    if (at + 4 <= j->k && ((uintptr_t)x & 15) == 0 && ((uintptr_t)suh & 7) == 0) {
+        const float4 f = *(const float4 *)x;
+        const uint2 s = *(const uint2 *)suh;
 
-        if (j->up != NULL && at + i < j->k)
-            x = hx_canon_act(x, j->up[from + i], j->limit);
-        v[i] = x * hx_f16_to(suh[i]);
+        v[0] = f.x * hx_f16_to((uint16_t)s.x);
+        v[1] = f.y * hx_f16_to((uint16_t)(s.x >> 16));
+        v[2] = f.z * hx_f16_to((uint16_t)s.y);
+        v[3] = f.w * hx_f16_to((uint16_t)(s.y >> 16));
+        return;
     }
+    for (int i = 0; i < 4; i++)
+        v[i] = (at + i < j->k ? x[i] : 0.0f) * hx_f16_to(suh[i]);
 }
 
 /* Grid (blocks of k / 4, rows), 128 threads: a warp makes one block of one row. */
@@ -307,10 +308,10 @@ __device__ static float4 join(const float *part, int64_t step, int n)
     return t;
 }
 
-/* canon.h, step 6: y of four neighbouring outputs a lane. group: which 128. */
-__device__ static void finish(const hx_cuda_job *j, int group, int64_t row, float4 t)
+/* canon.h, step 6: y of four neighbouring outputs a lane. */
+__device__ static void finish(const hx_cuda_job *j, int64_t row, float4 t)
 {
-    const int64_t col = (int64_t)group * GROUP_COLS + 4 * (threadIdx.x & 31);
+    const int64_t col = (int64_t)blockIdx.x * GROUP_COLS + 4 * (threadIdx.x & 31);
     const uint16_t *svh = (const uint16_t *)j->svh + col,
                    *bias = (const uint16_t *)j->bias;
     float v[4] = { t.x, t.y, t.z, t.w };
@@ -326,61 +327,50 @@ __device__ static void finish(const hx_cuda_job *j, int group, int64_t row, floa
         }
 }
 
-/* Whether this thread block is the last of n_split; others' sums can be read then. Whole
- * block, once all have written. */
+/* True in the thread block that comes last of the group's splits. */
 __device__ static bool is_last(int *ticket, int n_split)
 {
     __shared__ int last;
 
-    if (threadIdx.x == 0) {
+    __syncthreads();
+    if (threadIdx.x ==
+        0) { /* its fences stand for what the block has written, and reads */
+        __threadfence();
         last = atomicAdd(ticket, 1) == n_split - 1;
         if (last)
             *ticket = 0;
+        __threadfence();
     }
     __syncthreads();
-    __threadfence();
     return last != 0;
 }
 
 /* ---- the kernel ------------------------------------------------------------- */
 
-/* An item's job, and which 128 of its outputs. */
-struct spot {
-    const hx_cuda_job *j;
-    int group;
-};
-
-__device__ static inline spot spot_of(const product &p, int item)
+/* The splits' sums of a row and the thread block's outputs. */
+__device__ static inline float *part_of(const product &p, const hx_cuda_job *j, int r)
 {
-    const int job = item / p.n_col;
-
-    return spot { p.many != NULL ? p.many + job : &p.one, item - job * p.n_col };
-}
-
-/* The splits' sums of a row of an item. */
-__device__ static inline float *part_of(const product &p, const spot &at, int r)
-{
-    return p.area.part + ((at.j->slot + row_of(at.j, r)) * p.n_col + at.group) *
-                             (int64_t)(gridDim.y * GROUP_COLS);
+    return p.area.part +
+           ((j->slot + row_of(j, r)) * gridDim.x + blockIdx.x) * gridDim.y * GROUP_COLS;
 }
 
 /* A block's 8 rows of 8 tiles, by one quad: two rows a warp. */
 template <int K2>
-__device__ static inline void fetch_tiles(const product &p, const spot &at, int64_t block,
-                                          uint8_t *to)
+__device__ static inline void fetch_tiles(const product &p, const hx_cuda_job *j,
+                                          int64_t block, uint8_t *to)
 {
     constexpr int row_bytes = 128 * K2;
     const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
     const int64_t pitch = p.n_pad * K2;
-    const uint8_t *from = (const uint8_t *)at.j->trellis + (block * 8 + warp) * pitch +
-                          (int64_t)at.group * row_bytes + 16 * lane;
+    const uint8_t *from = (const uint8_t *)j->trellis + (block * 8 + warp) * pitch +
+                          (int64_t)blockIdx.x * row_bytes + 16 * lane;
 
     to += warp * row_bytes + 16 * lane;
     for (int r = 0; r < 2; r++, from += 4 * pitch, to += 4 * row_bytes)
 #pragma unroll
-        for (int i = 0; i < row_bytes; i += 512)
-            if (i + 512 <= row_bytes || i + 16 * lane < row_bytes)
-                copy16(to + i, from + i);
+        for (int at = 0; at < row_bytes; at += 512)
+            if (at + 512 <= row_bytes || at + 16 * lane < row_bytes)
+                copy16(to + at, from + at);
 }
 
 /* The planes of rows of a block, and their scales, by one quad: made before. */
@@ -400,7 +390,7 @@ __device__ static inline void fetch_planes(const product &p, const hx_cuda_job *
 }
 
 /* The same, made here: a warp takes every fourth block of a row. */
-__device__ static inline void make_planes(const hx_cuda_job *j, int block0, int mine,
+__device__ static inline void make_planes(const hx_cuda_job *j, int64_t block0, int mine,
                                           int plane_bytes, uint8_t *to)
 {
     for (int i = threadIdx.x >> 5 & 3; i < mine * j->rows; i += QUAD / 32) {
@@ -408,75 +398,30 @@ __device__ static inline void make_planes(const hx_cuda_job *j, int block0, int 
         uint8_t *row = to + b * plane_bytes + r * PLANE_STEP;
         float v[4];
 
-        inputs(v, j, row_of(j, r), (int64_t)(block0 + b) * 128 + 4 * (threadIdx.x & 31));
+        inputs(v, j, row_of(j, r), (block0 + b) * 128 + 4 * (threadIdx.x & 31));
         hx_cuda_quantize(v, (uint2 *)row, (hx_cuda_scale *)(row + PLANE));
     }
 }
 
-/* A thread block's way through the items of its split. Tiles are fetched into the place of
- * those that were multiplied; one thread asks for the next item meanwhile. */
-struct walk {
-    const product &p;
-    uint8_t *tiles;
-    int block0, mine, item, got;
-    bool more; /* it may take more than one item */
-
-    template <int K2> __device__ __forceinline__ void fetch(int b)
-    {
-        if (item < p.n_item) {
-            const spot at = spot_of(p, item);
-
-            if (at.j->rows > 0)
-                fetch_tiles<K2>(p, at, block0 + b, tiles + b * 1024 * K2);
-        }
-        copy_commit();
-    }
-
-    /* All threads are done with tile block b; -1: they begin with an item. */
-    template <int K2> __device__ __forceinline__ void done(int b, const int *next)
-    {
-        if (!more || b >= mine)
-            return;
-        if (b < 0) {
-            if (threadIdx.x == 0)
-                got = atomicAdd(&p.taken[blockIdx.y], 1);
-            return;
-        }
-        if (b == 0)
-            item = *next;
-        fetch<K2>(b);
-    }
-
-    /* Before all threads meet for the next time. */
-    __device__ __forceinline__ void tell(int *next) const
-    {
-        if (!more || threadIdx.x != 0)
-            return;
-        *next = (int)gridDim.x + got;
-        if (got == p.n_item - 1) /* nobody will ask after this */
-            p.taken[blockIdx.y] = 0;
-    }
-};
-
-/* A quad's products with an item: the sum of its blocks, of every row and output, into
- * out [rows, 128] or, where that is NULL, the work memory. tiles, planes: the quad's shared
- * memory; the tiles are on their way, a group of copies for each block. */
+/* A quad's products: its blocks' subtree of every row and output into out [rows, 128] or,
+ * where that is NULL, the work memory. tiles, planes: the quad's shared memory; the tiles
+ * are on their way, a group of copies for each block. */
 template <int K2, int RQ, bool HALF>
 __device__ static inline void
-multiply_quad(const product &p, const spot &item, int mine, const uint8_t *tiles,
-              const uint8_t *planes, float *out, hx_cuda_codebook cb, walk &w, int *next)
+multiply_quad(const product &p, const hx_cuda_job *j, int mine, const uint8_t *tiles,
+              const uint8_t *planes, float *out, hx_cuda_codebook cb)
 {
     constexpr int tile_bytes = 16 * K2, slots = MOST_BPS(RQ) <= 2 ? 1 : 2;
     const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31, g = lane >> 2,
               q = lane & 3;
-    const int rows = item.j->rows, plane_bytes = p.rows * PLANE_STEP;
+    const int rows = j->rows, plane_bytes = p.rows * PLANE_STEP;
     const uint8_t *scale[RQ];
     place at;
     float level[RQ][2][2][slots];
 
     for (int rq = 0; rq < RQ; rq++) { /* absent rows repeat the last */
-        const int r = max(min(rq * ROWS_MMA + (g >> 1), rows - 1), 0);
-        const int r_out = max(min(rq * ROWS_MMA + q, rows - 1), 0);
+        const int r = min(rq * ROWS_MMA + (g >> 1), rows - 1);
+        const int r_out = min(rq * ROWS_MMA + q, rows - 1);
 
         at.plane[rq] = (const uint32_t *)(planes + r * PLANE_STEP) + 2 * q + (g & 1);
         scale[rq] = planes + r_out * PLANE_STEP + PLANE;
@@ -485,20 +430,14 @@ multiply_quad(const product &p, const spot &item, int mine, const uint8_t *tiles
     for (int b = 0; b < p.bps; b++) {
         int32_t lo[RQ][2][4] = {}, hi[HALF ? RQ : 1][2][4] = {};
 
-        if (b < mine)
-            copy_wait(b == 0 ? mine - 1 : mine - 2);
+        copy_wait(mine - 1 - b);
         __syncthreads();
-        w.done<K2>(b - 1, next);
-        if (b == 0 && rows == 0)
-            w.tell(next);
-        if (b >= mine || rows == 0)
+        if (b >= mine)
             continue;
         if constexpr (HALF)
             block_half<K2, RQ>(at, lane, cb, lo, hi);
         else
             block_mul1<K2, RQ>(at, lane, lo);
-        if (b == 0)
-            w.tell(next);
         at.tiles += 64 * tile_bytes;
         for (int rq = 0; rq < RQ; rq++) {
             const hx_cuda_scale s = *(const hx_cuda_scale *)scale[rq];
@@ -518,7 +457,7 @@ multiply_quad(const product &p, const spot &item, int mine, const uint8_t *tiles
 
         if (r < rows && mine > 0) {
             float *to = out != NULL ? out + r * GROUP_COLS
-                                    : part_of(p, item, r) + blockIdx.y * GROUP_COLS;
+                                    : part_of(p, j, r) + blockIdx.y * GROUP_COLS;
 
             for (int i = 0; i < 4; i++)
                 to[32 * warp + 8 * i + g] =
@@ -529,10 +468,9 @@ multiply_quad(const product &p, const spot &item, int mine, const uint8_t *tiles
 
 /* The quads' sums of every row join; the result goes to the work memory or, if this is
  * all of it, to y. */
-__device__ static inline void join_quads(const spot &item, const product &p, int n_quad,
-                                         const float *out)
+__device__ static inline void join_quads(const hx_cuda_job *j, const product &p,
+                                         int n_quad, const float *out)
 {
-    const hx_cuda_job *j = item.j;
     const int step = j->rows * 32, lane = threadIdx.x & 31;
 
     for (int r = threadIdx.x >> 5; r < j->rows; r += blockDim.x >> 5) {
@@ -544,19 +482,18 @@ __device__ static inline void join_quads(const spot &item, const product &p, int
         if (n_quad > 2)
             t = plus(t, n_quad > 3 ? plus(v[2 * step], v[3 * step]) : v[2 * step]);
         if (gridDim.y == 1)
-            finish(j, item.group, row_of(j, r), t);
+            finish(j, row_of(j, r), t);
         else
-            *(float4 *)(part_of(p, item, r) + blockIdx.y * GROUP_COLS + 4 * lane) = t;
+            *(float4 *)(part_of(p, j, r) + blockIdx.y * GROUP_COLS + 4 * lane) = t;
     }
 }
 
-/* One thread block: 128 outputs, all rows of a job, 1 to 4 quads with bps blocks of inputs
- * each. Grid (items, splits), or fewer in x: then a thread block, which has one quad, goes
- * on with items that nobody has taken and fetches their tiles as it is done with others.
- * Reads every trellis byte of its part once, and the inputs or rows * 256 bytes of
- * activations a block. Splits leave their sums in the work memory; the last to come joins
- * them. Shared: the tiles of all blocks, then their activations; after the products
- * rows * 128 floats a quad. */
+/* One thread block: 128 outputs, all rows of a job, 1 to 4 quads with bps blocks of
+ * inputs each. Grid (n_pad / 128, splits, jobs). Reads every trellis byte of its part
+ * once, all of them in flight at once, and the inputs or rows * 256 bytes of activations
+ * a block. Splits leave their subtree in the work memory; the last to come joins them. Shared: the
+ * tiles of all blocks, then their activations; after the products rows * 128 floats a
+ * quad. */
 template <int K2, int RQ, bool HALF>
 __global__ void __launch_bounds__(QUAD *MOST_QUADS(RQ, HALF), RQ == 1 ? 2 : 1)
     exl3_rows(const __grid_constant__ product p, hx_cuda_codebook cb)
@@ -564,57 +501,56 @@ __global__ void __launch_bounds__(QUAD *MOST_QUADS(RQ, HALF), RQ == 1 ? 2 : 1)
     /* A 16-byte copy into shared memory that lies otherwise in its 128-byte line than its
      * source costs two requests a line: 22 GB/s from host memory, not 51 (H200). */
     extern __shared__ __align__(128) uint8_t shared[];
-    __shared__ int next;
     constexpr int block_bytes = 1024 * K2;
     const int quad = threadIdx.x / QUAD, lane = threadIdx.x & 31, n_split = gridDim.y;
     const int64_t n_block = p.k_pad / 128;
     const int64_t first = (int64_t)blockIdx.y * p.bps * (blockDim.x / QUAD);
-    const int block0 = (int)first + quad * p.bps;
+    const int64_t block0 = first + quad * p.bps;
     const int mine = (int)max((int64_t)0, min((int64_t)p.bps, n_block - block0));
     const int plane_bytes = p.rows * PLANE_STEP;
-    const bool direct = blockDim.x == QUAD && n_split > 1;
     uint8_t *tiles = shared + quad * p.bps * block_bytes;
     uint8_t *planes =
         shared + p.bps * (blockDim.x / QUAD) * block_bytes + quad * p.bps * plane_bytes;
-    float *out = (float *)shared;
-    const hx_cuda_job *made = NULL; /* whose activations are in planes */
-    walk w = { p, tiles, block0, mine, (int)blockIdx.x, 0, p.n_item > gridDim.x };
 
     if (p.fresh)
         hx_cuda_after_previous();
-    for (int b = 0; b < mine; b++)
-        w.fetch<K2>(b);
-    hx_cuda_in_turn();
-    do {
-        const spot at = spot_of(p, w.item);
-        const int rows = at.j->rows, ticket = w.item;
+    const hx_cuda_job *j = p.many != NULL ? p.many + blockIdx.z : &p.one;
+    const int rows = j->rows;
+    for (int b = 0; b < mine && rows > 0; b++) {
+        fetch_tiles<K2>(p, j, block0 + b, tiles + b * block_bytes);
+        copy_commit();
+    }
+    if (RQ == 1 && !p.made) {
+        const int64_t group = (int64_t)blockIdx.x * GROUP_COLS;
 
-        if (RQ == 1 && at.j != made)
-            make_planes(at.j, block0, mine, plane_bytes, planes);
-        for (int b = 0; b < mine && RQ > 1 && at.j != made; b++)
-            fetch_planes(p, at.j, block0 + b, planes + b * plane_bytes);
-        made = at.j;
-        multiply_quad<K2, RQ, HALF>(p, at, mine, tiles, planes,
-                                    direct ? NULL : out + quad * rows * GROUP_COLS, cb, w,
-                                    &next);
-        if (!direct) {
-            __syncthreads();
-            join_quads(at, p,
-                       (int)min((int64_t)(blockDim.x / QUAD),
-                                (n_block - first + p.bps - 1) / p.bps),
-                       out);
-        }
-        if (n_split == 1)
-            return;
-        __threadfence();
+        hx_cuda_soon((const uint16_t *)j->suh + first * 128,
+                     min((int64_t)p.bps * (blockDim.x / QUAD), n_block - first) * 256);
+        hx_cuda_soon((const uint16_t *)j->svh + group, 256);
+    }
+    hx_cuda_in_turn();
+    if (rows == 0)
+        return;
+    if (RQ == 1 && !p.made)
+        make_planes(j, block0, mine, plane_bytes, planes);
+    else
+        for (int b = 0; b < mine; b++)
+            fetch_planes(p, j, block0 + b, planes + b * plane_bytes);
+    const bool direct = blockDim.x == QUAD && n_split > 1;
+    float *out = (float *)shared;
+    multiply_quad<K2, RQ, HALF>(p, j, mine, tiles, planes,
+                                direct ? NULL : out + quad * rows * GROUP_COLS, cb);
+    if (!direct) {
         __syncthreads();
-        if (mine == p.bps)
-            w.done<K2>(mine - 1, &next);
-        if (rows > 0 && is_last(&p.area.ticket[ticket], n_split))
-            for (int r = threadIdx.x >> 5; r < rows; r += blockDim.x >> 5)
-                finish(at.j, at.group, row_of(at.j, r),
-                       join(part_of(p, at, r) + 4 * lane, GROUP_COLS, n_split));
-    } while (w.more && w.item < p.n_item);
+        join_quads(
+            j, p,
+            (int)min((int64_t)(blockDim.x / QUAD), (n_block - first + p.bps - 1) / p.bps),
+            out);
+    }
+    if (n_split == 1 ||
+        !is_last(&p.area.ticket[(int64_t)blockIdx.z * gridDim.x + blockIdx.x], n_split))
+        return;
+    for (int r = threadIdx.x >> 5; r < rows; r += blockDim.x >> 5)
+        finish(j, row_of(j, r), join(part_of(p, j, r) + 4 * lane, GROUP_COLS, n_split));
 }
 
 /* ---- launching -------------------------------------------------------------- */
@@ -626,15 +562,19 @@ struct cut {
     int64_t splits;
 };
 
-/* Measured on an H200 (132 multiprocessors), by 128 x 128 blocks of weights a
- * multiprocessor: with few, the quads of a thread block share the join; with many, small
+/* 128 x 128 blocks of weights a multiprocessor. */
+static int64_t load_of(const hx_cuda_shape *s, int n_sm)
+{
+    return s->n_pad / GROUP_COLS * s->n_job * (s->k_pad / 128) / n_sm;
+}
+
+/* Measured on an H200 (132 multiprocessors), by their load: with few blocks of weights, the quads of a thread block share the join; with many, small
  * thread blocks even out. */
 static cut cut_of(const hx_cuda_shape *s, int n_sm)
 {
     const bool half = s->codebook != HX_CB_MUL1;
     const int rq = s->rows <= HX_CUDA_FEW_ROWS ? 1 : s->rows <= 8 ? 2 : 4;
-    const int64_t blocks = s->k_pad / 128;
-    const int64_t load = s->n_pad / GROUP_COLS * s->n_job * blocks / n_sm;
+    const int64_t blocks = s->k_pad / 128, load = load_of(s, n_sm);
     cut c = { s->quads, s->bps, 0 };
 
     if (c.quads == 0) {
@@ -678,7 +618,7 @@ cudaError_t hx_cuda_area_of(const hx_cuda_shape *s, const hx_cuda_work *w,
 
     area_parts(s, w->n_sm, part);
     if (part[0] + part[1] + part[2] > w->bytes ||
-        s->n_pad / GROUP_COLS * s->n_job + MOST_SPLITS > w->n_ticket)
+        s->n_pad / GROUP_COLS * s->n_job > w->n_ticket)
         return cudaErrorInvalidValue;
     out->plane = (uint2 *)w->p;
     out->scale = (hx_cuda_scale *)((char *)w->p + part[0]);
@@ -695,28 +635,23 @@ static cudaError_t launch(const product &p, const hx_cuda_shape *s, const hx_cud
     const size_t rows = (size_t)p.rows, per_block = 1024 * K2 + rows * PLANE_STEP;
     size_t bytes = (size_t)c.quads *
                    HX_MAX((size_t)c.bps * per_block, rows * GROUP_COLS * sizeof(float));
-    dim3 grid((unsigned)p.n_item, (unsigned)c.splits);
-    int dev, sm_bytes = 0, fit = 0;
+    const dim3 grid((unsigned)(s->n_pad / GROUP_COLS), (unsigned)c.splits,
+                    (unsigned)s->n_job);
+    int dev, sm_bytes = 0;
     cudaError_t rc = cudaGetDevice(&dev);
 
     if (rc == cudaSuccess)
         rc = cudaDeviceGetAttribute(&sm_bytes,
                                     cudaDevAttrMaxSharedMemoryPerMultiprocessor, dev);
     /* Two thread blocks on one multiprocessor would leave another idle. */
-    if ((int64_t)grid.x * grid.y <= w->n_sm)
+    if ((int64_t)grid.x * grid.y * grid.z <= w->n_sm)
         bytes = HX_MAX(bytes, (size_t)sm_bytes / 2);
     if (rc == cudaSuccess)
         rc =
             cudaFuncSetAttribute(exl3_rows<K2, RQ, HALF>,
                                  cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
-    if (rc == cudaSuccess && c.quads == 1 && c.splits > 1)
-        rc = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, exl3_rows<K2, RQ, HALF>,
-                                                           QUAD, bytes);
     if (rc != cudaSuccess)
         return rc;
-    if (fit > 0) /* all there is room for at a time */
-        grid.x = (unsigned)HX_MIN((int64_t)p.n_item,
-                                  HX_MAX((int64_t)fit * w->n_sm / c.splits, 1));
     return hx_cuda_launch(w->overlap, exl3_rows<K2, RQ, HALF>, grid,
                           dim3((unsigned)(QUAD * c.quads)), bytes, stream, p,
                           hx_cuda_codebook_of(s->codebook));
@@ -743,12 +678,9 @@ static cudaError_t multiply(product *p, const hx_cuda_shape *s, const hx_cuda_wo
     p->k_pad = s->k_pad;
     p->bps = cut_of(s, w->n_sm).bps;
     p->rows = s->rows;
-    p->n_col = (int)(s->n_pad / GROUP_COLS);
-    p->n_item = p->n_col * s->n_job;
-    p->taken = p->area.ticket + p->n_item;
     p->fresh = s->fresh;
     if (s->rows < 1 || s->rows > HX_CUDA_JOB_ROWS ||
-        cut_of(s, w->n_sm).splits > MOST_SPLITS)
+        cut_of(s, w->n_sm).splits > 8 * ((1 << MAX_LEVELS) - 1))
         return cudaErrorInvalidValue;
 #define CASE(k)                                                                          \
     case k:                                                                              \
@@ -784,7 +716,8 @@ cudaError_t hx_cuda_rows(const hx_cuda_job *job, const hx_cuda_shape *s,
     shape.rows = job->rows;
     if ((rc = hx_cuda_area_of(&shape, w, &p.area)) != cudaSuccess)
         return rc;
-    if (job->rows > HX_CUDA_FEW_ROWS)
+    p.made = job->rows > HX_CUDA_FEW_ROWS || load_of(&shape, w->n_sm) >= MADE_LOAD;
+    if (p.made)
         rc = hx_cuda_launch(w->overlap, exl3_quantize,
                             dim3((unsigned)((n_block + 3) / 4), (unsigned)job->rows),
                             dim3(QUAD), 0, stream, *job, n_block, p.area);
@@ -800,5 +733,6 @@ cudaError_t hx_cuda_jobs(const hx_cuda_job *jobs, const hx_cuda_shape *s,
     product p = {};
 
     p.many = jobs;
+    p.made = true;
     return multiply(&p, s, w, stream);
 }

@@ -3,17 +3,17 @@
  * or reads back: the rows of an expert are found on the device, so a graph of the call
  * serves any routing.
  *
- * The plan; gate and up; down. With more than a few rows some experts may have many: then
- * the activations of gate and up of every pick are made beside the plan, those of down
- * after gate and up. An expert's weights are read once for all its rows. */
+ * Four launches: the activations of gate and up for every pick, and beside that the plan;
+ * gate and up; the activations of down; down. An expert's weights are read once for all
+ * its rows. */
 #include "dev/cuda.h"
 
 #define WARPS     4
 #define THREADS   (32 * WARPS)
 #define MAX_PICKS 1024
 
-/* Of a job: those with more are launched apart, as their kernel is slower. */
-#define FEW_ROWS HX_CUDA_FEW_ROWS
+#define FEW_ROWS                                                                         \
+    4 /* of a job: those with more are launched apart, as their kernel is slower */
 
 /* Picks that a job can have: as the kernels step. An expert with more, as ids that repeat
  * in a row give it, has several jobs. */
@@ -49,14 +49,9 @@ __device__ static void put_job(const moe &m, int picks, int32_t id, int many, in
         hx_cuda_job j = {};
 
         j.trellis = mat[w]->trellis;
-        j.suh = mat[w]->suh;
         j.svh = mat[w]->svh;
-        j.x = w == 2 ? m.gu : m.a.x;
-        j.up = w == 2 ? m.gu + picks * m.a.f : NULL;
-        j.limit = m.a.limit;
-        j.x_div = w == 2 ? 1 : m.a.active;
         j.n = j.ldy = w == 2 ? m.a.d : m.a.f;
-        j.k = j.ldx = w == 2 ? m.a.f : m.a.d;
+        j.k = w == 2 ? m.a.f : m.a.d;
         j.y = w == 2 ? m.a.y : m.gu + (int64_t)w * picks * m.a.f;
         j.row = row;
         j.slot = w == 1 ? picks : 0;
@@ -103,13 +98,6 @@ __device__ static void plan(const moe &m, int picks)
                 row[i++] = o;
         put_job(m, picks, id[p], many, at, n, row);
     }
-}
-
-/* With few rows all that there is to do before. */
-__global__ void __launch_bounds__(THREADS) moe_plan(const __grid_constant__ moe m)
-{
-    hx_cuda_in_turn();
-    plan(m, m.a.rows * m.a.active);
 }
 
 /* Activations of gate and up. Grid (blocks of d / 4, picks + 1, 2), 128 threads; the
@@ -255,19 +243,15 @@ cudaError_t hx_cuda_experts(const hx_cuda_moe *a, const hx_cuda_work *w,
 
     const unsigned in = (unsigned)((a->d_pad / 128 + WARPS - 1) / WARPS);
     const unsigned mid = (unsigned)((a->f_pad / 128 + WARPS - 1) / WARPS);
-    const bool few = a->rows <= FEW_ROWS;
-    if (few)
-        rc = hx_cuda_launch(w->overlap, moe_plan, dim3(1), dim3(THREADS), 0, stream, m);
-    else
-        rc = hx_cuda_launch(w->overlap, moe_in, dim3(in, (unsigned)picks + 1, 2),
-                            dim3(THREADS), 0, stream, m);
+    rc = hx_cuda_launch(w->overlap, moe_in, dim3(in, (unsigned)picks + 1, 2),
+                        dim3(THREADS), 0, stream, m);
     if (rc == cudaSuccess)
         rc = launch_kinds(&m, &l.in, 0, w, stream);
     if (rc == cudaSuccess && a->k2_gate != a->k2_up) {
         l.in.k2 = a->k2_up;
         rc = launch_kinds(&m, &l.in, 1, w, stream);
     }
-    if (rc == cudaSuccess && !few)
+    if (rc == cudaSuccess)
         rc = hx_cuda_launch(w->overlap, moe_mid, dim3(mid, (unsigned)picks),
                             dim3(THREADS), 0, stream, m);
     if (rc == cudaSuccess)

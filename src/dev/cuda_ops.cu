@@ -17,6 +17,7 @@ enum {
     MIX_ROWS = 4,      /* rows that share the weights of a slice */
     MIX_THREADS = 512, /* of a row's norm: as rmsnorm takes for a wide row */
     MIX_OUTS = 4,      /* outputs whose weights a warp has on their way at a time */
+    MIX_AHEAD = 2,     /* times four columns that a thread asks for at first */
     MAX_STREAMS = 8,   /* ops.c: same bound */
 };
 
@@ -154,6 +155,8 @@ extern "C" int hx_cuda_layernorm(hx_dev *d, const hx_layernorm_args *a, hx_err *
  * third pass over the row hit the caches. */
 template <bool MEAN> __global__ void norm_rows(const __grid_constant__ norm_args a)
 {
+    if (a.w != NULL)
+        hx_cuda_soon(a.w, a.dim * (int64_t)sizeof(float));
     hx_cuda_in_turn();
     __shared__ float shared[33];
     const float *x = a.x + (int64_t)blockIdx.x * a.ldx;
@@ -568,10 +571,20 @@ template <int S> HX_DEVICE void mix_join(const mix_args &a, int64_t r, float *m)
     __syncthreads();
 }
 
-/* x of a row, and its norm. row: [D] shared. */
+/* Streams of four columns of a row. */
+template <int S>
+HX_DEVICE void mix_load(float v[S][VEC], const mix_args &a, int64_t r, int64_t i)
+{
+#pragma unroll
+    for (int s = 0; s < S; s++)
+        load4(v[s], a.streams + (r * S + s) * a.dim, i, a.dim, a.wide && i < a.dim);
+}
+
+/* x of a row, and its norm. row: [D] shared; ahead: the thread's first columns, which were
+ * asked for before m was there. */
 template <int S>
 HX_DEVICE void mix_collapse(const mix_args &a, int64_t r, const float *m, float norm,
-                            float *row)
+                            float ahead[MIX_AHEAD][S][VEC], float *row)
 {
     __shared__ float shared[33];
     const int first = threadIdx.x * VEC, step = MIX_THREADS * VEC;
@@ -580,33 +593,37 @@ HX_DEVICE void mix_collapse(const mix_args &a, int64_t r, const float *m, float 
 #pragma unroll
     for (int s = 0; s < S; s++)
         pre[s] = hx_sigmoid(fmaf(m[s] * norm, a.scale[0], a.base[s])) + a.eps;
-    for (int64_t i = first; i < a.dim; i += step) {
-        float x[4] = {}, v[4];
+    const auto take = [&](int64_t i, const float v[S][VEC]) {
+        float x[VEC] = {};
 
 #pragma unroll
-        for (int s = 0; s < S; s++) {
-            load4(v, a.streams + (r * S + s) * a.dim, i, a.dim, a.wide);
-            for (int j = 0; j < 4; j++)
-                x[j] = fmaf(pre[s], v[j], x[j]);
-        }
-        if (a.w == NULL) {
-            store4(a.x + r * a.dim, i, a.dim, a.wide, x);
-            continue;
-        }
-        store4(row, i, a.dim, a.wide, x);
-        for (int j = 0; j < 4; j++)
+        for (int s = 0; s < S; s++)
+            for (int j = 0; j < VEC; j++)
+                x[j] = fmaf(pre[s], v[s][j], x[j]);
+        store4(a.w != NULL ? row : a.x + r * a.dim, i, a.dim, a.wide, x);
+        for (int j = 0; j < VEC; j++)
             sum = i + j < a.dim ? fmaf(x[j], x[j], sum) : sum;
+    };
+#pragma unroll
+    for (int t = 0; t < MIX_AHEAD; t++)
+        if (first + t * step < a.dim)
+            take(first + t * step, ahead[t]);
+    for (int64_t i = first + MIX_AHEAD * step; i < a.dim; i += step) {
+        float v[S][VEC];
+
+        mix_load<S>(v, a, r, i);
+        take(i, v);
     }
     if (a.w == NULL)
         return;
     const float scale =
         1.0f / sqrtf(hx_block_sum(sum, shared) / (float)a.dim + a.norm_eps);
     for (int64_t i = first; i < a.dim; i += step) {
-        float x[4], w[4];
+        float x[VEC], w[VEC];
 
         load4(x, row, i, a.dim, a.wide);
         load4(w, a.w, i, a.dim, a.wide);
-        for (int j = 0; j < 4; j++)
+        for (int j = 0; j < VEC; j++)
             x[j] = x[j] * scale * w[j];
         store4(a.x + r * a.dim, i, a.dim, a.wide, x);
     }
@@ -621,12 +638,21 @@ __global__ void __launch_bounds__(MIX_THREADS)
     extern __shared__ __align__(16) float row[];
     __shared__ float m[S * (2 + S) + 1];
     const int64_t r = blockIdx.y;
+    float ahead[MIX_AHEAD][S][VEC];
 
+    if (a.w != NULL && blockIdx.x == 0)
+        hx_cuda_soon(a.w, a.dim * (int64_t)sizeof(float));
+    hx_cuda_soon(a.base, S * (2 + S) * (int64_t)sizeof(float));
+    hx_cuda_soon(a.scale, 3 * (int64_t)sizeof(float));
     hx_cuda_in_turn();
+    if (blockIdx.x == 0)
+#pragma unroll
+        for (int t = 0; t < MIX_AHEAD; t++)
+            mix_load<S>(ahead[t], a, r, (threadIdx.x + t * MIX_THREADS) * VEC);
     mix_join<S>(a, r, m);
     const float norm = 1.0f / sqrtf(m[S * (2 + S)] / (float)(S * a.dim) + a.norm_eps);
     if (blockIdx.x == 0) {
-        mix_collapse<S>(a, r, m, norm, row);
+        mix_collapse<S>(a, r, m, norm, ahead, row);
         return;
     }
     if (threadIdx.x < S)
@@ -783,6 +809,7 @@ extern "C" int hx_cuda_router(hx_dev *d, const hx_router_args *a, hx_err *err)
  * the worst. Grid R, 8 E + 4 A bytes shared. Moves 8 R E bytes. */
 __global__ void router_pick(const pick_args a)
 {
+    hx_cuda_soon(a.bias, a.n_expert * (int64_t)sizeof(float));
     hx_cuda_in_turn();
     extern __shared__ double key[];
     float *best = (float *)(key + a.n_expert);

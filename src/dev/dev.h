@@ -152,12 +152,15 @@ typedef struct {
  * The arithmetic of decode rows is canonical (canon.h, one text for host and device): the
  * same bits on every backend and instruction set, but for ref, which is plain double.
  * prefill: a device may round inputs and weights to f16 and sum in f32 instead; a row still
- * has the same bits in a call of any number of rows. */
-typedef struct {
+ * has the same bits in a call of any number of rows.
+ * beside: a product with as many rows (its own number does not count) that neither reads y
+ * nor writes x, which a device may do at the same time; or NULL. */
+typedef struct hx_matmul_args {
     hx_buf y, x;
     const hx_mat *w;
     int64_t rows, ldx, ldy;
     bool prefill;
+    const struct hx_matmul_args *beside;
 } hx_matmul_args;
 
 /* Per head h, with W_h = rows h * stride + first … + n - 1 of W (plain formats, k columns):

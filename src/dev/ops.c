@@ -329,11 +329,15 @@ static void check_layernorm(check *c, const hx_layernorm_args *a)
 
 static void check_matmul(check *c, const hx_matmul_args *a)
 {
-    mat(c, "w", a->w, false, 0, 0);
-    if (c->rc != 0)
-        return;
-    strided(c, "x", a->x, a->rows, a->w->k, a->ldx);
-    strided(c, "y", a->y, a->rows, a->w->n, a->ldy);
+    const int64_t rows = a->rows;
+
+    for (; a != NULL; a = a->beside) {
+        mat(c, "w", a->w, false, 0, 0);
+        if (c->rc != 0)
+            return;
+        strided(c, "x", a->x, rows, a->w->k, a->ldx);
+        strided(c, "y", a->y, rows, a->w->n, a->ldy);
+    }
 }
 
 static void check_head_matmul(check *c, const hx_head_matmul_args *a)

@@ -390,6 +390,15 @@ static void fill_matmul(trial *t, hx_matmul_args *a)
     a->w = weights_of(t, "w", a->w);
     ld_buf(t, &a->x, "x", IN, a->rows, a->w->k, a->ldx = HX_MAX(a->ldx, a->w->k));
     ld_buf(t, &a->y, "y", OUT, a->rows, a->w->n, a->ldy = HX_MAX(a->ldy, a->w->n));
+    if (a->beside == NULL)
+        return;
+    hx_matmul_args *beside = hx_arena_alloc(&t->arena, sizeof(*beside));
+
+    assert_non_null(beside);
+    *beside = *a->beside;
+    beside->rows = a->rows;
+    a->beside = beside;
+    fill_matmul(t, beside);
 }
 
 static void fill_head_matmul(trial *t, hx_head_matmul_args *a)
@@ -724,6 +733,18 @@ OP_CASES(
     .canonical = true,
     .why = "f32 FMAs in a tree; EXL3: 16-bit activations (7e-10) and, for MUL1, weights "
            "that are not rounded to fp16 (4e-8)") {
+    { .rows = 1,
+      .w = MAT(BF16, 128, 4096),
+      .beside =
+          &(const hx_matmul_args) {
+              .w = MAT(BF16, 64, 4096),
+              .beside = &(const hx_matmul_args) { .w = MAT(BF16, 130, 4096) } } },
+    { .rows = 3,
+      .w = MAT(F16, 70, 200),
+      .beside =
+          &(const hx_matmul_args) {
+              .w = MAT(F16, 9, 200),
+              .beside = &(const hx_matmul_args) { .w = MAT(F32, 9, 136) } } },
     { .rows = 1, .w = MAT(F32, 1, 1) },
     { .rows = 3, .w = MAT(F32, 130, 129, .bias = BIAS), .ldx = 140, .ldy = 135 },
     { .rows = 5, .w = MAT(F16, 67, 300) },

@@ -313,7 +313,12 @@ static int ref_matmul(hx_dev *dev, const hx_matmul_args *a, hx_err *err)
     p.ldx = a->ldx;
     p.yf = a->y.p;
     p.ldy = a->ldy;
-    return multiply(&p, "matmul", err);
+    const int rc = multiply(&p, "matmul", err);
+    if (rc != 0 || a->beside == NULL)
+        return rc;
+    hx_matmul_args beside = *a->beside;
+    beside.rows = a->rows;
+    return ref_matmul(dev, &beside, err);
 }
 
 static int ref_head_matmul(hx_dev *dev, const hx_head_matmul_args *a, hx_err *err)

@@ -49,7 +49,7 @@ static widths wide_floats(const hx_desc *d)
 static int64_t narrow_floats(const hx_desc *d)
 {
     const int64_t mla = d->q_rank + d->latent + 2 * d->index_width + d->index_heads;
-    const int64_t kda = d->kda_width + d->kda_heads;
+    const int64_t kda = 2 * d->kda_width + d->kda_heads;
 
     return HX_MAX(mla, kda);
 }
