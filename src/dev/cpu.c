@@ -356,7 +356,8 @@ static void hc_maps_part(void *ud, int64_t begin, int64_t end, int worker)
     }
 }
 
-int hx_cpu_hc_mix(hx_dev *d, const hx_hc_mix_args *a, hx_err *err)
+/* x as it is before the norm, and the maps. */
+static int mix_rows(hx_dev *d, const hx_hc_mix_args *a, hx_err *err)
 {
     const int64_t n = a->streams_n, width = n * a->dim;
 
@@ -409,6 +410,17 @@ int hx_cpu_hc_merge(hx_dev *d, const hx_hc_merge_args *a, hx_err *err)
     (void)err;
     return hx_cpu_run(d, hc_merge_part, a, a->rows,
                       a->streams_n * (a->streams_n + 1) * a->dim);
+}
+
+int hx_cpu_hc_mix(hx_dev *d, const hx_hc_mix_args *a, hx_err *err)
+{
+    const hx_hc_merge_args merge = hx_hc_mix_merge(a);
+    const hx_rmsnorm_args norm = hx_hc_mix_norm(a);
+    int rc = a->y.p != NULL ? hx_cpu_hc_merge(d, &merge, err) : 0;
+
+    if (rc == 0)
+        rc = mix_rows(d, a, err);
+    return rc == 0 && a->w.p != NULL ? hx_cpu_rmsnorm(d, &norm, err) : rc;
 }
 
 static void hc_mean_part(void *ud, int64_t begin, int64_t end, int worker)

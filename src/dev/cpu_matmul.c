@@ -613,7 +613,11 @@ int hx_cpu_matmul(hx_dev *d, const hx_matmul_args *a, hx_err *err)
         hx_pool_run(d->pool, n_group(c.rows) * ceil_div(m->n, BAND),
                     grain(HX_MIN(c.rows, ROWS) * BAND * m->k), matmul_bands, &c);
     }
-    return 0;
+    if (a->beside == NULL)
+        return 0;
+    hx_matmul_args beside = *a->beside;
+    beside.rows = a->rows;
+    return hx_cpu_matmul(d, &beside, err);
 }
 
 /* ---- head_matmul ----------------------------------------------------- */

@@ -11,6 +11,7 @@
 
 enum {
     HX_CUDA_JOB_ROWS = 16, /* most rows of one job */
+    HX_CUDA_FEW_ROWS = 4,  /* of a product that makes its activations itself */
     HX_CUDA_MAX_BPS = 4    /* most 128-input blocks of four warps */
 };
 
@@ -50,8 +51,7 @@ typedef struct {
     hx_codebook codebook;
     int quads, bps; /* 4 warps each, 1, 2 or 4, and 128-input blocks of each,
                      * 1, 2 or 4; 0: choose */
-    bool chained;   /* the jobs' activations come from the launch just before */
-    bool fresh;     /* so do the jobs themselves */
+    bool fresh;     /* the jobs come from the launch just before */
 } hx_cuda_shape;
 
 /* Work memory, as laid out for a shape. */
@@ -146,7 +146,9 @@ size_t hx_cuda_heads_many_bytes(const hx_head_matmul_args *a, int64_t rows);
 cudaError_t hx_cuda_heads_many(const hx_head_matmul_args *a, const hx_cuda_work *w,
                                cudaStream_t stream);
 
-/* Launches with the permission to start while the launch before it ends. */
+/* Launches with the permission to start while the launch before it ends. Every kernel so
+ * launched waits before it lets the next one start: what is older than the launch before
+ * is complete. */
 template <class... P, class... A>
 static cudaError_t hx_cuda_launch(bool overlap, void (*kernel)(P...), dim3 grid,
                                   dim3 block, size_t shared, cudaStream_t stream,
@@ -166,6 +168,27 @@ static cudaError_t hx_cuda_launch(bool overlap, void (*kernel)(P...), dim3 grid,
     return cudaLaunchKernelEx(&cfg, kernel, static_cast<A &&>(args)...);
 }
 
+/* Whether c's launches may overlap. Those on the side may not: what starts early there and
+ * waits keeps the others out of its multiprocessor. */
+#define hx_cuda_overlap(c) ((c)->cc >= 90 && !(c)->side.on)
+
+/* As HX_LAUNCH of cuda_dev.h, of a kernel that waits for the launch before it. */
+#define HX_LAUNCH_NEXT(c, op, err, kernel, grid, block, shared, ...)                     \
+    do {                                                                                 \
+        const dim3 grid_ = (grid);                                                       \
+        const size_t shared_ = (shared);                                                 \
+        cudaError_t rc_ = cudaSuccess;                                                   \
+                                                                                         \
+        if (shared_ > 32 * 1024)                                                         \
+            rc_ = cudaFuncSetAttribute(                                                  \
+                kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_);      \
+        if (rc_ == cudaSuccess && grid_.x > 0 && grid_.y > 0 && grid_.z > 0)             \
+            rc_ = hx_cuda_launch(hx_cuda_overlap(c), kernel, grid_, dim3(block),         \
+                                 shared_, (c)->stream, __VA_ARGS__);                     \
+        if (rc_ != cudaSuccess)                                                          \
+            return hx_cuda_fail((err), (op), rc_);                                       \
+    } while (0)
+
 /* ---- device functions ----------------------------------------------------- */
 
 /* Until here a kernel may run beside the one before it in the stream. */
@@ -182,6 +205,20 @@ __device__ static inline void hx_cuda_allow_next(void)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
+}
+
+/* Both: for kernels that have nothing to do before. */
+__device__ static inline void hx_cuda_in_turn(void)
+{
+    hx_cuda_after_previous();
+    hx_cuda_allow_next();
+}
+
+/* n bytes of weights that a kernel reads later, into the L2 cache; a line a thread. */
+__device__ static inline void hx_cuda_soon(const void *p, int64_t n)
+{
+    for (int64_t i = 128 * (int64_t)threadIdx.x; i < n; i += 128 * (int64_t)blockDim.x)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"((const char *)p + i));
 }
 
 /* The rotation of 128 values, four neighbours a lane; the order of canon.h. */

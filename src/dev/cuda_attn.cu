@@ -7,6 +7,7 @@
  * alike; attention of prefill rows on Hopper is cuda_mla.cu. */
 #include <cuda_fp16.h>
 
+#include "dev/cuda.h"
 #include "dev/cuda_pages.h"
 
 enum { ROW_THREADS = 128 };
@@ -55,8 +56,8 @@ extern "C" int hx_cuda_latent_append(hx_dev *d, const hx_latent_append_args *a,
     if ((rc = hx_cuda_spans_of(&spans, &a->rows, "latent_append", err)) != 0 ||
         (rc = pages_of(&k.cache, &a->cache, "latent_append", err)) != 0)
         return rc;
-    HX_LAUNCH(c, "latent_append", err, append_latents, dim3((unsigned)a->rows.n_row),
-              ROW_THREADS, 0, k, spans);
+    HX_LAUNCH_NEXT(c, "latent_append", err, append_latents, dim3((unsigned)a->rows.n_row),
+                   ROW_THREADS, 0, k, spans);
     return 0;
 }
 
@@ -85,6 +86,7 @@ HX_DEVICE void store_fp8(const page_args &g, int64_t at, int64_t scale_at, const
 __global__ void __launch_bounds__(ROW_THREADS)
     append_latents(const latent_args a, const __grid_constant__ hx_cuda_spans spans)
 {
+    hx_cuda_in_turn();
     const int64_t row = blockIdx.x;
     const hx_span s = hx_span_of_row(spans, row);
 
@@ -170,11 +172,11 @@ extern "C" int hx_cuda_index_append(hx_dev *d, const hx_index_append_args *a, hx
     if ((rc = hx_cuda_spans_of(&spans, &a->rows, "index_append", err)) != 0 ||
         (rc = pages_of(&k.pool, &a->pool, "index_append", err)) != 0)
         return rc;
-    HX_LAUNCH(c, "index_append", err, append_index, grid, ROW_THREADS, 0, k, spans);
+    HX_LAUNCH_NEXT(c, "index_append", err, append_index, grid, ROW_THREADS, 0, k, spans);
     if (once)
         return 0;
     k.what = RING;
-    HX_LAUNCH(c, "index_append", err, append_index, grid, ROW_THREADS, 0, k, spans);
+    HX_LAUNCH_NEXT(c, "index_append", err, append_index, grid, ROW_THREADS, 0, k, spans);
     return 0;
 }
 
@@ -183,6 +185,7 @@ extern "C" int hx_cuda_index_append(hx_dev *d, const hx_index_append_args *a, hx
 __global__ void __launch_bounds__(ROW_THREADS)
     append_index(const index_args a, const __grid_constant__ hx_cuda_spans spans)
 {
+    hx_cuda_in_turn();
     const int64_t row = blockIdx.x;
     const hx_span s = hx_span_of_row(spans, row);
     const int t = (int)(row - s.row0), pos = s.pos0 + t, width = a.pool.width;
@@ -500,14 +503,14 @@ extern "C" int hx_cuda_index_score(hx_dev *d, const hx_index_score_args *a, hx_e
                         (unsigned)rows);
 
         if (mma)
-            HX_LAUNCH(c, "index_score", err, score_pools_mma, grid, MMA_THREADS, 0, k,
-                      spans);
+            HX_LAUNCH_NEXT(c, "index_score", err, score_pools_mma, grid, MMA_THREADS, 0,
+                           k, spans);
         else if (k.pool.f32 != 0)
-            HX_LAUNCH(c, "index_score", err, score_pools<float>, grid, SCORE_THREADS,
-                      sizeof(score_room), k, spans);
+            HX_LAUNCH_NEXT(c, "index_score", err, score_pools<float>, grid, SCORE_THREADS,
+                           sizeof(score_room), k, spans);
         else
-            HX_LAUNCH(c, "index_score", err, score_pools<uint16_t>, grid, SCORE_THREADS,
-                      sizeof(score_room), k, spans);
+            HX_LAUNCH_NEXT(c, "index_score", err, score_pools<uint16_t>, grid,
+                           SCORE_THREADS, sizeof(score_room), k, spans);
     }
     return 0;
 }
@@ -520,6 +523,7 @@ template <class T>
 __global__ void __launch_bounds__(SCORE_THREADS)
     score_pools(const score_args a, const __grid_constant__ hx_cuda_spans spans)
 {
+    hx_cuda_in_turn();
     extern __shared__ __align__(16) char shared[];
     score_room *room = (score_room *)shared;
     const int64_t row = a.row0 + blockIdx.y;
@@ -597,6 +601,7 @@ HX_DEVICE void mma_keys(const score_args &a, int slot, int p0, int seen,
 __global__ void __launch_bounds__(MMA_THREADS, 2)
     score_pools_mma(const score_args a, const __grid_constant__ hx_cuda_spans spans)
 {
+    hx_cuda_in_turn();
     __shared__ __align__(16) mma_score_room room;
     const int64_t row = a.row0 + blockIdx.y;
     const hx_span s = hx_span_of_row(spans, row);
@@ -822,8 +827,8 @@ extern "C" int hx_cuda_topk(hx_dev *d, const hx_topk_args *a, hx_err *err)
 
     if (rc != 0)
         return rc;
-    HX_LAUNCH(c, "topk", err, topk_rows, dim3((unsigned)a->rows.n_row), TOPK_THREADS, 0,
-              k, spans);
+    HX_LAUNCH_NEXT(c, "topk", err, topk_rows, dim3((unsigned)a->rows.n_row), TOPK_THREADS,
+                   0, k, spans);
     return 0;
 }
 
@@ -833,6 +838,7 @@ extern "C" int hx_cuda_topk(hx_dev *d, const hx_topk_args *a, hx_err *err)
 __global__ void __launch_bounds__(TOPK_THREADS)
     topk_rows(const topk_args a, const __grid_constant__ hx_cuda_spans spans)
 {
+    hx_cuda_in_turn();
     __shared__ topk_room room;
     const int64_t row = blockIdx.x;
     const hx_span s = hx_span_of_row(spans, row);
@@ -1125,20 +1131,20 @@ static int attend_rows(hx_cuda *c, const attend_args *k, const hx_cuda_spans *sp
                        (((uintptr_t)k->cache.data | (uintptr_t)k->q) & 15) == 0;
 
     if (k->cache.fp8 != 0 && whole)
-        HX_LAUNCH(c, "mla_attend", err, attend_parts_fp8, grid, ATTEND_THREADS,
-                  sizeof(fp8_room), *k, *spans);
+        HX_LAUNCH_NEXT(c, "mla_attend", err, attend_parts_fp8, grid, ATTEND_THREADS,
+                       sizeof(fp8_room), *k, *spans);
     else if (k->cache.f32 != 0 || k->cache.fp8 != 0)
-        HX_LAUNCH(c, "mla_attend", err, attend_parts, grid, ATTEND_THREADS,
-                  sizeof(attend_room), *k, *spans);
+        HX_LAUNCH_NEXT(c, "mla_attend", err, attend_parts, grid, ATTEND_THREADS,
+                       sizeof(attend_room), *k, *spans);
     else if (k->cache.width % 8 == 0 &&
              (((uintptr_t)k->cache.data | (uintptr_t)k->q) & 15) == 0)
-        HX_LAUNCH(c, "mla_attend", err, attend_parts_mma<true>, grid, ATTEND_THREADS,
-                  sizeof(mma_room), *k, *spans);
+        HX_LAUNCH_NEXT(c, "mla_attend", err, attend_parts_mma<true>, grid, ATTEND_THREADS,
+                       sizeof(mma_room), *k, *spans);
     else
-        HX_LAUNCH(c, "mla_attend", err, attend_parts_mma<false>, grid, ATTEND_THREADS,
-                  sizeof(mma_room), *k, *spans);
-    HX_LAUNCH(c, "mla_attend", err, attend_join, dim3((unsigned)k->heads, (unsigned)rows),
-              ROW_THREADS, 0, *k, *spans);
+        HX_LAUNCH_NEXT(c, "mla_attend", err, attend_parts_mma<false>, grid,
+                       ATTEND_THREADS, sizeof(mma_room), *k, *spans);
+    HX_LAUNCH_NEXT(c, "mla_attend", err, attend_join,
+                   dim3((unsigned)k->heads, (unsigned)rows), ROW_THREADS, 0, *k, *spans);
     return 0;
 }
 
@@ -1193,6 +1199,7 @@ extern "C" int hx_cuda_mla_attend(hx_dev *d, const hx_mla_attend_args *a, hx_err
 __global__ void __launch_bounds__(ATTEND_THREADS, 2)
     attend_parts(const attend_args a, const __grid_constant__ hx_cuda_spans spans)
 {
+    hx_cuda_in_turn();
     extern __shared__ __align__(16) char shared[];
     attend_room *room = (attend_room *)shared;
     const attend_part x = attend_begin(a, spans);
@@ -1370,6 +1377,7 @@ template <bool VEC>
 __global__ void __launch_bounds__(ATTEND_THREADS, 2)
     attend_parts_mma(const attend_args a, const __grid_constant__ hx_cuda_spans spans)
 {
+    hx_cuda_in_turn();
     extern __shared__ __align__(16) char shared[];
     mma_room *room = (mma_room *)shared;
     const attend_part x = attend_begin(a, spans);
@@ -1727,6 +1735,7 @@ HX_DEVICE void fp8_blend(const attend_args &a, const attend_part &x, bool first,
 __global__ void __launch_bounds__(ATTEND_THREADS, 3)
     attend_parts_fp8(const attend_args a, const __grid_constant__ hx_cuda_spans spans)
 {
+    hx_cuda_in_turn();
     extern __shared__ __align__(16) char shared[];
     fp8_room *room = (fp8_room *)shared;
     const attend_part x = attend_begin(a, spans);
@@ -1765,6 +1774,7 @@ __global__ void __launch_bounds__(ATTEND_THREADS, 3)
 __global__ void __launch_bounds__(ROW_THREADS)
     attend_join(const attend_args a, const __grid_constant__ hx_cuda_spans spans)
 {
+    hx_cuda_in_turn();
     __shared__ float weight[SPLITS], room[33];
     const int64_t row = a.row0 + blockIdx.y;
     const position_list l = positions_of(a.pick, spans, row);

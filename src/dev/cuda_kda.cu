@@ -6,6 +6,7 @@
  * The gated delta rule of a few rows is the recurrence itself: a thread keeps its piece of
  * a head's state in registers, so a row costs four fp32 operations per state element and
  * no memory. Many rows are a matter of matrix units: cuda_chunk.cu. */
+#include "dev/cuda.h"
 #include "dev/cuda_dev.h"
 
 /* ---- short convolution ----------------------------------------------- */
@@ -82,7 +83,8 @@ extern "C" int hx_cuda_conv_short(hx_dev *d, const hx_conv_short_args *a, hx_err
     switch (a->taps) {
 #define CASE(n)                                                                          \
     case n:                                                                              \
-        HX_LAUNCH(c, "conv_short", err, conv_rows<n>, grid, CONV_THREADS, 0, k, spans);  \
+        HX_LAUNCH_NEXT(c, "conv_short", err, conv_rows<n>, grid, CONV_THREADS, 0, k,     \
+                       spans);                                                           \
         break
         CASE(1);
         CASE(2);
@@ -117,6 +119,7 @@ __global__ void __launch_bounds__(CONV_THREADS)
 #pragma unroll
     for (int j = 0; j < TAPS; j++)
         w[j] = a.w[c * TAPS + j];
+    hx_cuda_in_turn();
     past[0] = 0;
     if (t0 == 0) {
         float last[TAPS];
@@ -185,7 +188,7 @@ extern "C" int hx_cuda_kda_gate(hx_dev *d, const hx_kda_gate_args *a, hx_err *er
                               (int)a->width,
                               a->bound };
 
-        HX_LAUNCH(
+        HX_LAUNCH_NEXT(
             c, "kda_gate", err, gate_rows,
             dim3((unsigned)hx_ceil_div(n, ROW_THREADS), (unsigned)grid_rows(a->rows, r)),
             ROW_THREADS, 0, k);
@@ -199,12 +202,12 @@ __global__ void __launch_bounds__(ROW_THREADS) gate_rows(const gate_args a)
 {
     const int i = (int)blockIdx.x * ROW_THREADS + (int)threadIdx.x;
     const int64_t r = blockIdx.y, n = (int64_t)a.heads * a.width;
+    const float rate = i < n ? expf(a.a_log[i / a.width]) : 0.0f;
+    const float bias = i < n ? a.dt_bias[i] : 0.0f;
 
-    if (i < n) {
-        const float rate = expf(a.a_log[i / a.width]);
-
-        a.g[r * n + i] = a.bound * hx_sigmoid(rate * (a.f[r * n + i] + a.dt_bias[i]));
-    }
+    hx_cuda_in_turn();
+    if (i < n)
+        a.g[r * n + i] = a.bound * hx_sigmoid(rate * (a.f[r * n + i] + bias));
     if (i < a.heads)
         a.beta[r * a.heads + i] = hx_sigmoid(a.b[r * a.heads + i]);
 }
@@ -236,8 +239,8 @@ extern "C" int hx_cuda_kda_out(hx_dev *d, const hx_kda_out_args *a, hx_err *err)
         return hx_fail(err, HX_EUNSUP,
                        "kda_out: %lld rows of %lld heads are too many for cuda",
                        (long long)a->rows, (long long)a->heads);
-    HX_LAUNCH(c, "kda_out", err, out_heads,
-              dim3((unsigned)hx_ceil_div(k.n, ROW_THREADS / 32)), ROW_THREADS, 0, k);
+    HX_LAUNCH_NEXT(c, "kda_out", err, out_heads,
+                   dim3((unsigned)hx_ceil_div(k.n, ROW_THREADS / 32)), ROW_THREADS, 0, k);
     return 0;
 }
 
@@ -245,6 +248,7 @@ extern "C" int hx_cuda_kda_out(hx_dev *d, const hx_kda_out_args *a, hx_err *err)
  * twice, the second time from the cache. y may be o: a lane keeps to its elements. */
 __global__ void __launch_bounds__(ROW_THREADS) out_heads(const out_args a)
 {
+    hx_cuda_in_turn();
     const int64_t i = (int64_t)blockIdx.x * (ROW_THREADS / 32) + (threadIdx.x >> 5);
     const int64_t at = i * a.width;
     float ss = 0;
@@ -609,7 +613,7 @@ static int kda_launch(hx_dev *d, const char *op, const hx_kda_step_args *a, bool
             "%s: %lld heads of %d spans, the device was opened for %lld in all; "
             "open it with larger limits",
             op, (long long)a->heads, a->rows.n_span, (long long)c->n_ticket);
-    HX_LAUNCH(c, op, err, kda_rows<T>, grid, 32 * KDA_WARPS, T::SHARED, k, spans);
+    HX_LAUNCH_NEXT(c, op, err, kda_rows<T>, grid, 32 * KDA_WARPS, T::SHARED, k, spans);
     return 0;
 }
 
@@ -649,6 +653,7 @@ template <class T>
 __global__ void __launch_bounds__(32 * KDA_WARPS, 4)
     kda_rows(const kda_args a, const __grid_constant__ hx_cuda_spans spans)
 {
+    hx_cuda_in_turn();
     extern __shared__ __align__(16) float room[];
     const int blocks = (a.width + KDA_COLS - 1) / KDA_COLS, warp = threadIdx.x >> 5;
     const int col = 8 * warp + MINE * ((threadIdx.x & 31) >> 4);

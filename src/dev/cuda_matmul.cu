@@ -3,10 +3,11 @@
  * through the operation table in cuda.cu and, for experts, by cuda_moe.cu. Never
  * allocates, synchronises or reads back.
  *
- * Two launches. The first rotates and quantises every 128-input block of every row once.
- * The second reads every weight once and multiplies on the tensor cores: the weights of
- * 16 outputs are the A operand of an mma, the planes i and j of four activation rows the
- * eight columns of its B operand.
+ * The activations, every 128-input block of every row rotated and quantised, are made by
+ * each thread block for its inputs while its weights are on their way, or, with more than
+ * a few rows, by a launch of their own. Every weight is read once and multiplied on the
+ * tensor cores: the weights of 16 outputs are the A operand of an mma, the planes i and j
+ * of four activation rows the eight columns of its B operand.
  *
  * MUL1: the 32-bit product of a state and the multiplier is four unsigned bytes whose sum
  * is the weight, so it is four k-slots of mma.m16n8k32 (u8 x s8) as it stands, against an
@@ -19,8 +20,9 @@
 #define MAX_QUADS  4   /* of a thread block, each with its own inputs */
 #define ROWS_MMA   4   /* activation rows in one B operand */
 #define PLANE      256 /* bytes of the planes of a block of a row */
-#define PLANE_STEP 288 /* the same in shared memory: 4 rows, no conflicts */
+#define PLANE_STEP 288 /* the same in shared memory, and the scale: no conflicts */
 #define MAX_LEVELS 5   /* of the join: 8 * 2^5 - 8 splits */
+#define MADE_LOAD  24 /* from here on a launch of its own makes the activations cheaper */
 #define MOST_SHARED                                                                      \
     (96 << 10) /* bytes of a thread block that any GPU from sm_80 on has */
 
@@ -28,7 +30,7 @@
 #define MOST_QUADS(rq, half) ((rq) == 4 && (half) ? 2 : MAX_QUADS)
 #define MOST_BPS(rq)         ((rq) == 4 ? 2 : HX_CUDA_MAX_BPS)
 
-/* The second launch's arguments. */
+/* What the products of a launch are given. */
 struct product {
     hx_cuda_job one;
     const hx_cuda_job *many; /* NULL: one */
@@ -37,9 +39,36 @@ struct product {
     int bps;  /* 128-input blocks of a quad */
     int rows; /* the most, for which shared memory is sized */
     bool fresh;
+    bool made; /* the activations are in the area */
 };
 
 /* ---- activations -------------------------------------------------------- */
+
+__device__ static inline int64_t row_of(const hx_cuda_job *j, int r)
+{
+    return j->row != NULL ? j->row[r] : r;
+}
+
+/* Four inputs of a row, from input at on, times suh. */
+__device__ static inline void inputs(float v[4], const hx_cuda_job *j, int64_t row,
+                                     int64_t at)
+{
+    const uint16_t *suh = (const uint16_t *)j->suh + at;
+    const float *x = j->x + row * j->ldx + at;
+
+    if (at + 4 <= j->k && ((uintptr_t)x & 15) == 0 && ((uintptr_t)suh & 7) == 0) {
+        const float4 f = *(const float4 *)x;
+        const uint2 s = *(const uint2 *)suh;
+
+        v[0] = f.x * hx_f16_to((uint16_t)s.x);
+        v[1] = f.y * hx_f16_to((uint16_t)(s.x >> 16));
+        v[2] = f.z * hx_f16_to((uint16_t)s.y);
+        v[3] = f.w * hx_f16_to((uint16_t)(s.y >> 16));
+        return;
+    }
+    for (int i = 0; i < 4; i++)
+        v[i] = (at + i < j->k ? x[i] : 0.0f) * hx_f16_to(suh[i]);
+}
 
 /* Grid (blocks of k / 4, rows), 128 threads: a warp makes one block of one row. */
 __global__ void __launch_bounds__(QUAD)
@@ -51,18 +80,12 @@ __global__ void __launch_bounds__(QUAD)
                   at = b * 128 + 4 * lane;
     const int64_t row = blockIdx.y;
     const int64_t out = (j.slot + row) * n_block + b;
-    const uint16_t *suh = (const uint16_t *)j.suh + at;
-    const float *x = j.x + row * j.ldx + at;
     float v[4];
 
-    /* In this order: what starts early reads weights that a kernel before may have put
-     * there. */
-    hx_cuda_after_previous();
-    hx_cuda_allow_next();
+    hx_cuda_in_turn();
     if (b >= n_block)
         return;
-    for (int i = 0; i < 4; i++)
-        v[i] = (at + i < j.k ? x[i] : 0.0f) * hx_f16_to(suh[i]);
+    inputs(v, &j, row, at);
     hx_cuda_quantize(v, area.plane + out * 32, &area.scale[out]);
 }
 
@@ -309,24 +332,20 @@ __device__ static bool is_last(int *ticket, int n_split)
 {
     __shared__ int last;
 
-    __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) {
+    if (threadIdx.x ==
+        0) { /* its fences stand for what the block has written, and reads */
+        __threadfence();
         last = atomicAdd(ticket, 1) == n_split - 1;
         if (last)
             *ticket = 0;
+        __threadfence();
     }
     __syncthreads();
-    __threadfence();
     return last != 0;
 }
 
 /* ---- the kernel ------------------------------------------------------------- */
-
-__device__ static inline int64_t row_of(const hx_cuda_job *j, int r)
-{
-    return j->row != NULL ? j->row[r] : r;
-}
 
 /* The splits' sums of a row and the thread block's outputs. */
 __device__ static inline float *part_of(const product &p, const hx_cuda_job *j, int r)
@@ -354,32 +373,49 @@ __device__ static inline void fetch_tiles(const product &p, const hx_cuda_job *j
                 copy16(to + at, from + at);
 }
 
+/* The planes of rows of a block, and their scales, by one quad: made before. */
 __device__ static inline void fetch_planes(const product &p, const hx_cuda_job *j,
                                            int64_t block, uint8_t *to)
 {
-    const int c = 16 * (threadIdx.x & 15);
+    const int c = threadIdx.x & 15;
 
     for (int r = threadIdx.x >> 4 & 7; r < j->rows; r += 8) {
         const int64_t at = (j->slot + row_of(j, r)) * (p.k_pad / 128) + block;
+        uint4 *row = (uint4 *)(to + r * PLANE_STEP);
 
-        copy16(to + r * PLANE_STEP + c, (const uint8_t *)(p.area.plane + at * 32) + c);
+        row[c] = __ldcg((const uint4 *)(p.area.plane + at * 32) + c);
+        if (c == 0)
+            *(hx_cuda_scale *)(row + PLANE / 16) = p.area.scale[at];
+    }
+}
+
+/* The same, made here: a warp takes every fourth block of a row. */
+__device__ static inline void make_planes(const hx_cuda_job *j, int64_t block0, int mine,
+                                          int plane_bytes, uint8_t *to)
+{
+    for (int i = threadIdx.x >> 5 & 3; i < mine * j->rows; i += QUAD / 32) {
+        const int b = i % mine, r = i / mine;
+        uint8_t *row = to + b * plane_bytes + r * PLANE_STEP;
+        float v[4];
+
+        inputs(v, j, row_of(j, r), (block0 + b) * 128 + 4 * (threadIdx.x & 31));
+        hx_cuda_quantize(v, (uint2 *)row, (hx_cuda_scale *)(row + PLANE));
     }
 }
 
 /* A quad's products: its blocks' subtree of every row and output into out [rows, 128] or,
- * where that is NULL, the work memory. tiles, planes: the quad's shared memory, on its
- * way; the copies end in groups, one a block. */
+ * where that is NULL, the work memory. tiles, planes: the quad's shared memory; the tiles
+ * are on their way, a group of copies for each block. */
 template <int K2, int RQ, bool HALF>
-__device__ static inline void multiply_quad(const product &p, const hx_cuda_job *j,
-                                            int64_t block0, int mine,
-                                            const uint8_t *tiles, const uint8_t *planes,
-                                            float *out, hx_cuda_codebook cb)
+__device__ static inline void
+multiply_quad(const product &p, const hx_cuda_job *j, int mine, const uint8_t *tiles,
+              const uint8_t *planes, float *out, hx_cuda_codebook cb)
 {
     constexpr int tile_bytes = 16 * K2, slots = MOST_BPS(RQ) <= 2 ? 1 : 2;
     const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31, g = lane >> 2,
               q = lane & 3;
     const int rows = j->rows, plane_bytes = p.rows * PLANE_STEP;
-    const hx_cuda_scale *scale[RQ];
+    const uint8_t *scale[RQ];
     place at;
     float level[RQ][2][2][slots];
 
@@ -388,16 +424,12 @@ __device__ static inline void multiply_quad(const product &p, const hx_cuda_job 
         const int r_out = min(rq * ROWS_MMA + q, rows - 1);
 
         at.plane[rq] = (const uint32_t *)(planes + r * PLANE_STEP) + 2 * q + (g & 1);
-        scale[rq] =
-            p.area.scale + (j->slot + row_of(j, r_out)) * (p.k_pad / 128) + block0;
+        scale[rq] = planes + r_out * PLANE_STEP + PLANE;
     }
     at.tiles = tiles + 2 * warp * tile_bytes;
     for (int b = 0; b < p.bps; b++) {
         int32_t lo[RQ][2][4] = {}, hi[HALF ? RQ : 1][2][4] = {};
-        hx_cuda_scale s[RQ];
 
-        for (int rq = 0; rq < RQ && b < mine; rq++)
-            s[rq] = scale[rq][b];
         copy_wait(mine - 1 - b);
         __syncthreads();
         if (b >= mine)
@@ -408,12 +440,14 @@ __device__ static inline void multiply_quad(const product &p, const hx_cuda_job 
             block_mul1<K2, RQ>(at, lane, lo);
         at.tiles += 64 * tile_bytes;
         for (int rq = 0; rq < RQ; rq++) {
+            const hx_cuda_scale s = *(const hx_cuda_scale *)scale[rq];
+
             at.plane[rq] += plane_bytes / sizeof(uint32_t);
+            scale[rq] += plane_bytes;
             for (int i = 0; i < 4; i++)
                 tree_put<slots>(level[rq][i >> 1][i & 1], b,
                                 term<HALF>(&lo[rq][i >> 1][2 * (i & 1)],
-                                           &hi[HALF ? rq : 0][i >> 1][2 * (i & 1)],
-                                           s[rq]));
+                                           &hi[HALF ? rq : 0][i >> 1][2 * (i & 1)], s));
         }
     }
     if (out != NULL)
@@ -456,8 +490,8 @@ __device__ static inline void join_quads(const hx_cuda_job *j, const product &p,
 
 /* One thread block: 128 outputs, all rows of a job, 1 to 4 quads with bps blocks of
  * inputs each. Grid (n_pad / 128, splits, jobs). Reads every trellis byte of its part
- * once, all of them in flight at once, and rows * 256 bytes of activations a block.
- * Splits leave their subtree in the work memory; the last to come joins them. Shared: the
+ * once, all of them in flight at once, and the inputs or rows * 256 bytes of activations
+ * a block. Splits leave their subtree in the work memory; the last to come joins them. Shared: the
  * tiles of all blocks, then their activations; after the products rows * 128 floats a
  * quad. */
 template <int K2, int RQ, bool HALF>
@@ -482,20 +516,28 @@ __global__ void __launch_bounds__(QUAD *MOST_QUADS(RQ, HALF), RQ == 1 ? 2 : 1)
         hx_cuda_after_previous();
     const hx_cuda_job *j = p.many != NULL ? p.many + blockIdx.z : &p.one;
     const int rows = j->rows;
-    for (int b = 0; b < mine && rows > 0; b++)
+    for (int b = 0; b < mine && rows > 0; b++) {
         fetch_tiles<K2>(p, j, block0 + b, tiles + b * block_bytes);
-    hx_cuda_after_previous();
-    hx_cuda_allow_next();
-    if (rows == 0)
-        return;
-    /* A group of copies ends with the planes of its block; the first holds all tiles. */
-    for (int b = 0; b < mine; b++) {
-        fetch_planes(p, j, block0 + b, planes + b * plane_bytes);
         copy_commit();
     }
+    if (RQ == 1 && !p.made) {
+        const int64_t group = (int64_t)blockIdx.x * GROUP_COLS;
+
+        hx_cuda_soon((const uint16_t *)j->suh + first * 128,
+                     min((int64_t)p.bps * (blockDim.x / QUAD), n_block - first) * 256);
+        hx_cuda_soon((const uint16_t *)j->svh + group, 256);
+    }
+    hx_cuda_in_turn();
+    if (rows == 0)
+        return;
+    if (RQ == 1 && !p.made)
+        make_planes(j, block0, mine, plane_bytes, planes);
+    else
+        for (int b = 0; b < mine; b++)
+            fetch_planes(p, j, block0 + b, planes + b * plane_bytes);
     const bool direct = blockDim.x == QUAD && n_split > 1;
     float *out = (float *)shared;
-    multiply_quad<K2, RQ, HALF>(p, j, block0, mine, tiles, planes,
+    multiply_quad<K2, RQ, HALF>(p, j, mine, tiles, planes,
                                 direct ? NULL : out + quad * rows * GROUP_COLS, cb);
     if (!direct) {
         __syncthreads();
@@ -520,15 +562,19 @@ struct cut {
     int64_t splits;
 };
 
-/* Measured on an H200 (132 multiprocessors), by 128 x 128 blocks of weights a
- * multiprocessor: with few, the quads of a thread block share the join; with many, small
+/* 128 x 128 blocks of weights a multiprocessor. */
+static int64_t load_of(const hx_cuda_shape *s, int n_sm)
+{
+    return s->n_pad / GROUP_COLS * s->n_job * (s->k_pad / 128) / n_sm;
+}
+
+/* Measured on an H200 (132 multiprocessors), by their load: with few blocks of weights, the quads of a thread block share the join; with many, small
  * thread blocks even out. */
 static cut cut_of(const hx_cuda_shape *s, int n_sm)
 {
     const bool half = s->codebook != HX_CB_MUL1;
-    const int rq = s->rows <= 4 ? 1 : s->rows <= 8 ? 2 : 4;
-    const int64_t blocks = s->k_pad / 128;
-    const int64_t load = s->n_pad / GROUP_COLS * s->n_job * blocks / n_sm;
+    const int rq = s->rows <= HX_CUDA_FEW_ROWS ? 1 : s->rows <= 8 ? 2 : 4;
+    const int64_t blocks = s->k_pad / 128, load = load_of(s, n_sm);
     cut c = { s->quads, s->bps, 0 };
 
     if (c.quads == 0) {
@@ -606,7 +652,7 @@ static cudaError_t launch(const product &p, const hx_cuda_shape *s, const hx_cud
                                  cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
     if (rc != cudaSuccess)
         return rc;
-    return hx_cuda_launch(w->overlap && s->chained, exl3_rows<K2, RQ, HALF>, grid,
+    return hx_cuda_launch(w->overlap, exl3_rows<K2, RQ, HALF>, grid,
                           dim3((unsigned)(QUAD * c.quads)), bytes, stream, p,
                           hx_cuda_codebook_of(s->codebook));
 }
@@ -615,9 +661,9 @@ template <int K2, bool HALF>
 static cudaError_t launch_rows(const product &p, const hx_cuda_shape *s,
                                const hx_cuda_work *w, cudaStream_t stream)
 {
-    return s->rows <= 4   ? launch<K2, 1, HALF>(p, s, w, stream)
-           : s->rows <= 8 ? launch<K2, 2, HALF>(p, s, w, stream)
-                          : launch<K2, 4, HALF>(p, s, w, stream);
+    return s->rows <= HX_CUDA_FEW_ROWS ? launch<K2, 1, HALF>(p, s, w, stream)
+           : s->rows <= 8              ? launch<K2, 2, HALF>(p, s, w, stream)
+                                       : launch<K2, 4, HALF>(p, s, w, stream);
 }
 
 static cudaError_t multiply(product *p, const hx_cuda_shape *s, const hx_cuda_work *w,
@@ -668,12 +714,13 @@ cudaError_t hx_cuda_rows(const hx_cuda_job *job, const hx_cuda_shape *s,
 
     shape.n_job = 1;
     shape.rows = job->rows;
-    shape.chained = true;
     if ((rc = hx_cuda_area_of(&shape, w, &p.area)) != cudaSuccess)
         return rc;
-    rc = hx_cuda_launch(w->overlap, exl3_quantize,
-                        dim3((unsigned)((n_block + 3) / 4), (unsigned)job->rows),
-                        dim3(QUAD), 0, stream, *job, n_block, p.area);
+    p.made = job->rows > HX_CUDA_FEW_ROWS || load_of(&shape, w->n_sm) >= MADE_LOAD;
+    if (p.made)
+        rc = hx_cuda_launch(w->overlap, exl3_quantize,
+                            dim3((unsigned)((n_block + 3) / 4), (unsigned)job->rows),
+                            dim3(QUAD), 0, stream, *job, n_block, p.area);
     if (rc != cudaSuccess)
         return rc;
     p.one = *job;
@@ -686,5 +733,6 @@ cudaError_t hx_cuda_jobs(const hx_cuda_job *jobs, const hx_cuda_shape *s,
     product p = {};
 
     p.many = jobs;
+    p.made = true;
     return multiply(&p, s, w, stream);
 }

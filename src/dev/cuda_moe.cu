@@ -109,8 +109,7 @@ __global__ void __launch_bounds__(THREADS) moe_in(const __grid_constant__ moe m)
     const int64_t b = (int64_t)blockIdx.x * WARPS + (threadIdx.x >> 5),
                   at = b * 128 + 4 * lane;
 
-    hx_cuda_after_previous();
-    hx_cuda_allow_next();
+    hx_cuda_in_turn();
     if (pick == picks) {
         if (blockIdx.x == 0 && blockIdx.z == 0)
             plan(m, picks);
@@ -139,8 +138,7 @@ __global__ void __launch_bounds__(THREADS) moe_mid(const __grid_constant__ moe m
     const int64_t b = (int64_t)blockIdx.x * WARPS + (threadIdx.x >> 5),
                   at = b * 128 + 4 * lane;
 
-    hx_cuda_after_previous();
-    hx_cuda_allow_next();
+    hx_cuda_in_turn();
     const int32_t id = m.a.id[pick];
     if (b >= n_block || id < 0)
         return;
@@ -183,7 +181,7 @@ static layout layout_of(const hx_cuda_moe *m, int n_sm)
     l.in.codebook = m->codebook;
     l.in.quads = m->quads;
     l.in.bps = m->bps_in;
-    l.in.chained = l.in.fresh = true;
+    l.in.fresh = true;
     l.out = l.in;
     l.out.n_pad = m->d_pad;
     l.out.k_pad = m->f_pad;

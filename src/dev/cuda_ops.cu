@@ -5,17 +5,20 @@
  *
  * All of them move memory: a thread takes four neighbours, as one 16-byte access where
  * the address allows it. The order of a sum never depends on the address. */
+#include "dev/cuda.h"
 #include "dev/cuda_dev.h"
 #include "dev/cuda_lane.h"
 #include "dev/cuda_plain.h"
 
 enum {
     THREADS = 256,
-    VEC = 4,         /* neighbours of a thread */
-    SLICE = 512,     /* inputs of a partial sum of hc_mix */
-    MIX_ROWS = 4,    /* rows that share the weights of a slice */
-    MIX_OUTS = 4,    /* outputs whose weights a warp has on their way at a time */
-    MAX_STREAMS = 8, /* ops.c: same bound */
+    VEC = 4,           /* neighbours of a thread */
+    SLICE = 64,        /* columns, of all streams, of a partial sum of hc_mix */
+    MIX_ROWS = 4,      /* rows that share the weights of a slice */
+    MIX_THREADS = 512, /* of a row's norm: as rmsnorm takes for a wide row */
+    MIX_OUTS = 4,      /* outputs whose weights a warp has on their way at a time */
+    MIX_AHEAD = 2,     /* times four columns that a thread asks for at first */
+    MAX_STREAMS = 8,   /* ops.c: same bound */
 };
 
 static const int64_t MAX_GRID_Y = 65535;
@@ -70,8 +73,8 @@ extern "C" int hx_cuda_embed(hx_dev *d, const hx_embed_args *a, hx_err *err)
                            hx_plain_of(a->table), a->streams };
     const dim3 grid((unsigned)a->rows, (unsigned)hx_ceil_div(a->table->k, THREADS));
 
-    HX_PLAIN_SWITCH(a->table->fmt, HX_LAUNCH(hx_cuda_of(d), "embed", err, embed_rows<FMT>,
-                                             grid, THREADS, 0, k));
+    HX_PLAIN_SWITCH(a->table->fmt, HX_LAUNCH_NEXT(hx_cuda_of(d), "embed", err,
+                                                  embed_rows<FMT>, grid, THREADS, 0, k));
     return 0;
 }
 
@@ -79,6 +82,7 @@ extern "C" int hx_cuda_embed(hx_dev *d, const hx_embed_args *a, hx_err *err)
  * and 4 R S D bytes. */
 template <int FMT> __global__ void embed_rows(const __grid_constant__ embed_args a)
 {
+    hx_cuda_in_turn();
     const int64_t r = blockIdx.x, k = a.m.k;
     const int64_t c = (int64_t)blockIdx.y * THREADS + threadIdx.x;
     const int64_t id = a.id[r];
@@ -133,8 +137,8 @@ extern "C" int hx_cuda_rmsnorm(hx_dev *d, const hx_rmsnorm_args *a, hx_err *err)
     const norm_args k =
         norm_of(a->y, a->x, a->w, hx_buf { NULL, 0 }, a->dim, a->ldx, a->ldy, a->eps);
 
-    HX_LAUNCH(hx_cuda_of(d), "rmsnorm", err, norm_rows<false>, dim3((unsigned)a->rows),
-              norm_threads(a->dim), 0, k);
+    HX_LAUNCH_NEXT(hx_cuda_of(d), "rmsnorm", err, norm_rows<false>,
+                   dim3((unsigned)a->rows), norm_threads(a->dim), 0, k);
     return 0;
 }
 
@@ -142,8 +146,8 @@ extern "C" int hx_cuda_layernorm(hx_dev *d, const hx_layernorm_args *a, hx_err *
 {
     const norm_args k = norm_of(a->y, a->x, a->w, a->b, a->dim, a->ldx, a->ldy, a->eps);
 
-    HX_LAUNCH(hx_cuda_of(d), "layernorm", err, norm_rows<true>, dim3((unsigned)a->rows),
-              norm_threads(a->dim), 0, k);
+    HX_LAUNCH_NEXT(hx_cuda_of(d), "layernorm", err, norm_rows<true>,
+                   dim3((unsigned)a->rows), norm_threads(a->dim), 0, k);
     return 0;
 }
 
@@ -151,6 +155,9 @@ extern "C" int hx_cuda_layernorm(hx_dev *d, const hx_layernorm_args *a, hx_err *
  * third pass over the row hit the caches. */
 template <bool MEAN> __global__ void norm_rows(const __grid_constant__ norm_args a)
 {
+    if (a.w != NULL)
+        hx_cuda_soon(a.w, a.dim * (int64_t)sizeof(float));
+    hx_cuda_in_turn();
     __shared__ float shared[33];
     const float *x = a.x + (int64_t)blockIdx.x * a.ldx;
     float *y = a.y + (int64_t)blockIdx.x * a.ldy;
@@ -216,14 +223,15 @@ extern "C" int hx_cuda_swiglu(hx_dev *d, const hx_swiglu_args *a, hx_err *err)
                             aligned16(a->y.p) && aligned16(a->gate.p) &&
                                 aligned16(a->up.p) };
 
-    HX_LAUNCH(hx_cuda_of(d), "swiglu", err, swiglu_all,
-              dim3((unsigned)hx_ceil_div(n, THREADS * VEC)), THREADS, 0, k);
+    HX_LAUNCH_NEXT(hx_cuda_of(d), "swiglu", err, swiglu_all,
+                   dim3((unsigned)hx_ceil_div(n, THREADS * VEC)), THREADS, 0, k);
     return 0;
 }
 
 /* 1024 elements a block. Moves 12 R dim bytes. */
 __global__ void swiglu_all(const swiglu_args a)
 {
+    hx_cuda_in_turn();
     const int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * VEC;
     const bool wide = a.wide && i + VEC <= a.n;
     float g[4], u[4];
@@ -240,12 +248,13 @@ __global__ void swiglu_all(const swiglu_args a)
 /* ---- streams --------------------------------------------------------- */
 
 struct mix_args {
-    float *x, *post, *comb, *part; /* part: [R, slices, S (2 + S) + 1] */
-    const float *streams, *base, *scale;
+    float *x, *post, *comb, *part; /* part: [R, S (2 + S) + 1, slices] */
+    float *streams;
+    const float *y, *w, *base, *scale; /* y, w: may be NULL */
     hx_plain_mat fn;
     int64_t rows, dim, slices;
     float norm_eps, eps;
-    int iters;
+    int s, iters;
     bool wide;
 };
 
@@ -253,23 +262,20 @@ template <int FMT> __global__ void mix_dots(const __grid_constant__ mix_args a);
 template <int S> __global__ void mix_rows(const __grid_constant__ mix_args a);
 __global__ void mix_copy(const mix_args a);
 
-static int64_t mix_slices(int64_t width)
-{
-    return hx_ceil_div(width, SLICE);
-}
-
 /* Some rows: those whose partial sums the scratch holds. */
-static int mix_some(hx_cuda *c, const mix_args &k, int fmt, int64_t s, hx_err *err)
+static int mix_some(hx_cuda *c, const mix_args &k, int fmt, hx_err *err)
 {
     const dim3 grid((unsigned)k.slices, (unsigned)hx_ceil_div(k.rows, MIX_ROWS));
-    const dim3 rows((unsigned)hx_ceil_div(k.dim, THREADS * VEC) + 1, (unsigned)k.rows);
+    const dim3 rows(2, (unsigned)k.rows);
+    const size_t row_bytes = (size_t)k.dim * sizeof(float);
 
-    HX_PLAIN_SWITCH(fmt, HX_LAUNCH(c, "hc_mix", err, mix_dots<FMT>, grid, THREADS, 0, k));
+    HX_PLAIN_SWITCH(fmt,
+                    HX_LAUNCH_NEXT(c, "hc_mix", err, mix_dots<FMT>, grid, THREADS, 0, k));
 #define CASE(n)                                                                          \
     case n:                                                                              \
-        HX_LAUNCH(c, "hc_mix", err, mix_rows<n>, rows, THREADS, 0, k);                   \
+        HX_LAUNCH_NEXT(c, "hc_mix", err, mix_rows<n>, rows, MIX_THREADS, row_bytes, k);  \
         return 0
-    switch (s) {
+    switch (k.s) {
         CASE(1);
         CASE(2);
         CASE(3);
@@ -283,40 +289,57 @@ static int mix_some(hx_cuda *c, const mix_args &k, int fmt, int64_t s, hx_err *e
     return 0;
 }
 
+/* Without maps: nothing to gain by doing all at once. */
+static int mix_none(hx_dev *d, const hx_hc_mix_args *a, const mix_args &k, hx_err *err)
+{
+    const hx_hc_merge_args merge = hx_hc_mix_merge(a);
+    const hx_rmsnorm_args norm = hx_hc_mix_norm(a);
+    const int rc = a->y.p != NULL ? hx_cuda_hc_merge(d, &merge, err) : 0;
+
+    if (rc != 0)
+        return rc;
+    HX_LAUNCH_NEXT(hx_cuda_of(d), "hc_mix", err, mix_copy,
+                   dim3((unsigned)hx_ceil_div(a->dim, THREADS), (unsigned)a->rows),
+                   THREADS, 0, k);
+    return a->w.p != NULL ? hx_cuda_rmsnorm(d, &norm, err) : 0;
+}
+
 extern "C" int hx_cuda_hc_mix(hx_dev *d, const hx_hc_mix_args *a, hx_err *err)
 {
     hx_cuda *c = hx_cuda_of(d);
-    const int64_t s = a->streams_n, width = s * a->dim, n = s * (2 + s) + 1;
+    const int64_t s = a->streams_n, n = s * (2 + s) + 1;
     mix_args k = {};
 
     k.x = (float *)a->x.p;
     k.post = (float *)a->post.p;
     k.comb = (float *)a->comb.p;
-    k.streams = (const float *)a->streams.p;
+    k.streams = (float *)a->streams.p;
     k.rows = a->rows;
     k.dim = a->dim;
-    if (a->fn == NULL) {
-        HX_LAUNCH(c, "hc_mix", err, mix_copy,
-                  dim3((unsigned)hx_ceil_div(a->dim, THREADS), (unsigned)a->rows),
-                  THREADS, 0, k);
-        return 0;
-    }
+    if (a->fn == NULL)
+        return mix_none(d, a, k, err);
+    k.y = (const float *)a->y.p;
+    k.w = (const float *)a->w.p;
     k.base = (const float *)a->base.p;
     k.scale = (const float *)a->scale.p;
     k.fn = hx_plain_of(a->fn);
+    k.fn.wide = k.fn.wide && a->dim % 8 == 0;
     k.norm_eps = a->norm_eps;
     k.eps = a->eps;
+    k.s = (int)s;
     k.iters = a->iters;
-    k.slices = mix_slices(width);
+    k.slices = hx_ceil_div(a->dim, SLICE);
     k.part = (float *)c->scratch;
-    k.wide = aligned16(k.x) && aligned16(k.streams) && a->dim % VEC == 0;
+    k.wide =
+        aligned16(k.x) && aligned16(k.streams) && aligned16(k.w) && a->dim % VEC == 0;
     const int64_t fit =
         HX_MIN((int64_t)(c->scratch_bytes / sizeof(float)) / (k.slices * n), MAX_GRID_Y);
-    if (fit < 1)
+    if (fit < 1 || (size_t)a->dim * sizeof(float) > c->shared_bytes - 1024)
         return hx_fail(err, HX_EARG,
-                       "hc_mix: %zu bytes of scratch are too few; open the "
-                       "device with larger limits",
-                       c->scratch_bytes);
+                       "hc_mix: %zu bytes of scratch or %zu of shared memory are too few "
+                       "for %lld streams of %lld; open the device with larger limits",
+                       c->scratch_bytes, c->shared_bytes, (long long)s,
+                       (long long)a->dim);
     for (int64_t r = 0; r < a->rows; r += fit) {
         mix_args part = k;
 
@@ -324,8 +347,9 @@ extern "C" int hx_cuda_hc_mix(hx_dev *d, const hx_hc_mix_args *a, hx_err *err)
         part.x += r * a->dim;
         part.post += r * s;
         part.comb += r * s * s;
-        part.streams += r * width;
-        const int rc = mix_some(c, part, a->fn->fmt, s, err);
+        part.streams += r * s * a->dim;
+        part.y += k.y != NULL ? r * a->dim : 0;
+        const int rc = mix_some(c, part, a->fn->fmt, err);
         if (rc != 0)
             return rc;
     }
@@ -335,6 +359,7 @@ extern "C" int hx_cuda_hc_mix(hx_dev *d, const hx_hc_mix_args *a, hx_err *err)
 /* S = 1 without maps. Grid (D / 256, R). */
 __global__ void mix_copy(const mix_args a)
 {
+    hx_cuda_in_turn();
     const int64_t r = blockIdx.y, i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
 
     if (i < a.dim)
@@ -343,62 +368,128 @@ __global__ void mix_copy(const mix_args a)
         a.post[r] = a.comb[r] = 1.0f;
 }
 
-/* A block: one slice of 512 inputs, four rows, all outputs and the sum of squares; a warp
- * takes every eighth output, four of them at a time. Grid (slices, R / 4), 8 KiB shared.
- * Reads the weights once for four rows, and the streams once. */
-template <int FMT> __global__ void mix_dots(const __grid_constant__ mix_args a)
+/* Sums of the S streams of a column, weighed: hc_merge of one column. map: post, comb. */
+HX_DEVICE void merge_column(float v[MAX_STREAMS], float y, const float *map, int s)
 {
-    __shared__ __align__(16) float x[MIX_ROWS][SLICE];
-    const int64_t width = a.fn.k, i0 = (int64_t)blockIdx.x * SLICE;
-    const int64_t r0 = (int64_t)blockIdx.y * MIX_ROWS;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n_out = (int)a.fn.n;
-    const int n_row = (int)min((int64_t)MIX_ROWS, a.rows - r0);
+    float old[MAX_STREAMS];
 
-    for (int i = threadIdx.x; i < MIX_ROWS * SLICE; i += THREADS) {
-        const int r = i / SLICE, k = i % SLICE;
-
-        x[r][k] =
-            r < n_row && i0 + k < width ? a.streams[(r0 + r) * width + i0 + k] : 0.0f;
+#pragma unroll
+    for (int j = 0; j < MAX_STREAMS; j++)
+        old[j] = v[j];
+#pragma unroll
+    for (int j = 0; j < MAX_STREAMS; j++) {
+        if (j >= s)
+            break;
+        v[j] = map[j] * y;
+#pragma unroll
+        for (int k = 0; k < MAX_STREAMS; k++)
+            if (k < s)
+                v[j] = fmaf(map[s + k * s + j], old[k], v[j]);
     }
+}
+
+/* One column of the slice of four rows, a thread each: its streams, merged where that
+ * comes first, to shared memory. Whole block. */
+HX_DEVICE void mix_inputs(const mix_args &a, int64_t r0, int n_row,
+                          float x[MIX_ROWS][MAX_STREAMS * SLICE])
+{
+    __shared__ float map[MIX_ROWS][MAX_STREAMS * (MAX_STREAMS + 1)];
+    const int r = threadIdx.x / SLICE, c = threadIdx.x % SLICE, s = a.s;
+    const int64_t col = (int64_t)blockIdx.x * SLICE + c;
+    const bool in = r < n_row && col < a.dim;
+    float *at = a.streams + (r0 + r) * s * a.dim + col;
+    float v[MAX_STREAMS];
+
+#pragma unroll
+    for (int j = 0; j < MAX_STREAMS; j++)
+        v[j] = j < s && in ? at[j * a.dim] : 0.0f;
+    if (a.y != NULL) {
+        const float y = in ? a.y[(r0 + r) * a.dim + col] : 0.0f;
+
+        for (int j = c; j < s * (s + 1) && r < n_row; j += SLICE)
+            map[r][j] =
+                j < s ? a.post[(r0 + r) * s + j] : a.comb[(r0 + r) * s * s + j - s];
+        __syncthreads();
+        merge_column(v, y, map[r], s);
+#pragma unroll
+        for (int j = 0; j < MAX_STREAMS; j++)
+            if (j < s && in)
+                at[j * a.dim] = v[j];
+    }
+#pragma unroll
+    for (int j = 0; j < MAX_STREAMS; j++)
+        if (j < s)
+            x[r][j * SLICE + c] = in ? v[j] : 0.0f;
+    __syncthreads();
+}
+
+/* A block: one slice of 64 columns, four rows, all outputs and the sum of squares; a warp
+ * takes every eighth output, four of them at a time. Grid (slices, R / 4). Reads the
+ * weights once for four rows, and the streams once; with y writes them. */
+template <int FMT>
+__global__ void __launch_bounds__(THREADS) mix_dots(const __grid_constant__ mix_args a)
+{
+    static_assert(THREADS == MIX_ROWS * SLICE, "a thread has a column of a row");
+    constexpr int CHUNKS = MAX_STREAMS * SLICE / 256, WARPS = THREADS / 32;
+    __shared__ __align__(16) float x[MIX_ROWS][MAX_STREAMS * SLICE];
+    const int64_t c0 = (int64_t)blockIdx.x * SLICE, r0 = (int64_t)blockIdx.y * MIX_ROWS;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n_out = (int)a.fn.n;
+    const int n_row = (int)min((int64_t)MIX_ROWS, a.rows - r0), width = a.s * SLICE;
+
     /* Every warp comes once at least, for the barrier. */
-    for (int j0 = warp; j0 <= n_out || j0 == warp; j0 += MIX_OUTS * THREADS / 32) {
-        float w[MIX_OUTS][SLICE / 256][8], sum[MIX_OUTS][MIX_ROWS] = {};
+    for (int j0 = warp; j0 <= n_out || j0 == warp; j0 += MIX_OUTS * WARPS) {
+        float w[MIX_OUTS][CHUNKS][8], sum[MIX_OUTS][MIX_ROWS] = {};
 
 #pragma unroll
         for (int o = 0; o < MIX_OUTS; o++)
 #pragma unroll
-            for (int i = 0; i < SLICE / 256; i++)
-                if (j0 + o * THREADS / 32 < n_out)
-                    hx_plain_load8<FMT>(w[o][i], a.fn, j0 + o * THREADS / 32,
-                                        i0 + 256 * i + 8 * lane);
-        if (j0 == warp)
-            __syncthreads(); /* the inputs are there */
+            for (int i = 0; i < CHUNKS; i++) {
+                const int at = 256 * i + 8 * lane, c = at % SLICE;
+
+                if (j0 + o * WARPS < n_out && at < width && c0 + c < a.dim)
+                    hx_plain_load8<FMT>(w[o][i], a.fn, j0 + o * WARPS,
+                                        at / SLICE * a.dim + c0 + c);
+                else
+                    for (int q = 0; q < 8; q++)
+                        w[o][i][q] = 0;
+            }
+        if (j0 == warp) {
+            hx_cuda_in_turn();
+            mix_inputs(a, r0, n_row, x);
+        }
 #pragma unroll
-        for (int i = 0; i < SLICE / 256; i++)
+        for (int i = 0; i < CHUNKS; i++) {
+            const int at = 256 * i + 8 * lane;
+
+            if (at >= width)
+                break;
 #pragma unroll
             for (int r = 0; r < MIX_ROWS; r++) {
                 float v[8];
 
-                load4(v, x[r], 256 * i + 8 * lane, SLICE, true);
-                load4(v + 4, x[r], 256 * i + 8 * lane + 4, SLICE, true);
+                load4(v, x[r], at, width, true);
+                load4(v + 4, x[r], at + 4, width, true);
 #pragma unroll
                 for (int o = 0; o < MIX_OUTS; o++) {
-                    const bool squares = j0 + o * THREADS / 32 == n_out;
+                    const bool squares = j0 + o * WARPS == n_out;
 
 #pragma unroll
                     for (int q = 0; q < 8; q++)
                         sum[o][r] = fmaf(squares ? v[q] : w[o][i][q], v[q], sum[o][r]);
                 }
             }
+        }
 #pragma unroll
         for (int o = 0; o < MIX_OUTS; o++)
 #pragma unroll
             for (int r = 0; r < MIX_ROWS; r++) {
+                if (r >= n_row)
+                    break;
                 const float t = hx_warp_sum(sum[o][r]);
-                const int j = j0 + o * THREADS / 32;
+                const int j = j0 + o * WARPS;
 
-                if (lane == 0 && j <= n_out && r < n_row)
-                    a.part[((r0 + r) * a.slices + blockIdx.x) * (n_out + 1) + j] = t;
+                if (lane == 0 && j <= n_out)
+                    a.part[((r0 + r) * (n_out + 1) + j) * a.slices + blockIdx.x] = t;
             }
     }
 }
@@ -461,50 +552,114 @@ template <int S> HX_DEVICE void sinkhorn(float c[S][S], float eps, int iters)
     }
 }
 
-/* Joins the partial sums of a row: m[0 … S (2 + S)). Then the last block makes the maps,
- * the others x. Grid (D / 1024 + 1, R). Moves 4 S D bytes a row and reads the partial
- * sums once a block. */
-template <int S> __global__ void mix_rows(const __grid_constant__ mix_args a)
+/* m[0 … S (2 + S)] of a row from its partial sums, a warp each. Whole block. */
+template <int S> HX_DEVICE void mix_join(const mix_args &a, int64_t r, float *m)
 {
     constexpr int n = S * (2 + S);
-    __shared__ float m[n + 1];
-    const int64_t r = blockIdx.y, slices = a.slices;
-    const int t = threadIdx.x;
-    const bool maps = blockIdx.x == gridDim.x - 1;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 
-    if (t <= n && (maps || t < S || t == n)) {
-        const float *part = a.part + r * slices * (n + 1) + t;
+    for (int j = warp; j <= n; j += MIX_THREADS / 32) {
+        const float *part = a.part + (r * (n + 1) + j) * a.slices;
         float sum = 0;
 
-#pragma unroll 32
-        for (int64_t i = 0; i < slices; i++)
-            sum += part[i * (n + 1)];
-        m[t] = sum;
+        for (int64_t i = lane; i < a.slices; i += 32)
+            sum += part[i];
+        sum = hx_warp_sum(sum);
+        if (lane == 0)
+            m[j] = sum;
     }
     __syncthreads();
-    const float norm = 1.0f / sqrtf(m[n] / (float)(S * a.dim) + a.norm_eps);
-    if (!maps) {
-        const int64_t i = ((int64_t)blockIdx.x * THREADS + t) * VEC;
-        float sum[4] = {}, v[4];
+}
 
-        if (i >= a.dim)
-            return;
+/* Streams of four columns of a row. */
+template <int S>
+HX_DEVICE void mix_load(float v[S][VEC], const mix_args &a, int64_t r, int64_t i)
+{
 #pragma unroll
-        for (int s = 0; s < S; s++) {
-            const float pre =
-                hx_sigmoid(fmaf(m[s] * norm, a.scale[0], a.base[s])) + a.eps;
+    for (int s = 0; s < S; s++)
+        load4(v[s], a.streams + (r * S + s) * a.dim, i, a.dim, a.wide && i < a.dim);
+}
 
-            load4(v, a.streams + (r * S + s) * a.dim, i, a.dim, a.wide);
-            for (int j = 0; j < 4; j++)
-                sum[j] = fmaf(pre, v[j], sum[j]);
-        }
-        store4(a.x + r * a.dim, i, a.dim, a.wide, sum);
+/* x of a row, and its norm. row: [D] shared; ahead: the thread's first columns, which were
+ * asked for before m was there. */
+template <int S>
+HX_DEVICE void mix_collapse(const mix_args &a, int64_t r, const float *m, float norm,
+                            float ahead[MIX_AHEAD][S][VEC], float *row)
+{
+    __shared__ float shared[33];
+    const int first = threadIdx.x * VEC, step = MIX_THREADS * VEC;
+    float pre[S], sum = 0;
+
+#pragma unroll
+    for (int s = 0; s < S; s++)
+        pre[s] = hx_sigmoid(fmaf(m[s] * norm, a.scale[0], a.base[s])) + a.eps;
+    const auto take = [&](int64_t i, const float v[S][VEC]) {
+        float x[VEC] = {};
+
+#pragma unroll
+        for (int s = 0; s < S; s++)
+            for (int j = 0; j < VEC; j++)
+                x[j] = fmaf(pre[s], v[s][j], x[j]);
+        store4(a.w != NULL ? row : a.x + r * a.dim, i, a.dim, a.wide, x);
+        for (int j = 0; j < VEC; j++)
+            sum = i + j < a.dim ? fmaf(x[j], x[j], sum) : sum;
+    };
+#pragma unroll
+    for (int t = 0; t < MIX_AHEAD; t++)
+        if (first + t * step < a.dim)
+            take(first + t * step, ahead[t]);
+    for (int64_t i = first + MIX_AHEAD * step; i < a.dim; i += step) {
+        float v[S][VEC];
+
+        mix_load<S>(v, a, r, i);
+        take(i, v);
+    }
+    if (a.w == NULL)
+        return;
+    const float scale =
+        1.0f / sqrtf(hx_block_sum(sum, shared) / (float)a.dim + a.norm_eps);
+    for (int64_t i = first; i < a.dim; i += step) {
+        float x[VEC], w[VEC];
+
+        load4(x, row, i, a.dim, a.wide);
+        load4(w, a.w, i, a.dim, a.wide);
+        for (int j = 0; j < VEC; j++)
+            x[j] = x[j] * scale * w[j];
+        store4(a.x + r * a.dim, i, a.dim, a.wide, x);
+    }
+}
+
+/* Joins the partial sums of a row; then one block makes x, the other the maps. Grid
+ * (2, R), 4 D bytes shared. Moves 4 S D bytes a row and reads the partial sums twice. */
+template <int S>
+__global__ void __launch_bounds__(MIX_THREADS)
+    mix_rows(const __grid_constant__ mix_args a)
+{
+    extern __shared__ __align__(16) float row[];
+    __shared__ float m[S * (2 + S) + 1];
+    const int64_t r = blockIdx.y;
+    float ahead[MIX_AHEAD][S][VEC];
+
+    if (a.w != NULL && blockIdx.x == 0)
+        hx_cuda_soon(a.w, a.dim * (int64_t)sizeof(float));
+    hx_cuda_soon(a.base, S * (2 + S) * (int64_t)sizeof(float));
+    hx_cuda_soon(a.scale, 3 * (int64_t)sizeof(float));
+    hx_cuda_in_turn();
+    if (blockIdx.x == 0)
+#pragma unroll
+        for (int t = 0; t < MIX_AHEAD; t++)
+            mix_load<S>(ahead[t], a, r, (threadIdx.x + t * MIX_THREADS) * VEC);
+    mix_join<S>(a, r, m);
+    const float norm = 1.0f / sqrtf(m[S * (2 + S)] / (float)(S * a.dim) + a.norm_eps);
+    if (blockIdx.x == 0) {
+        mix_collapse<S>(a, r, m, norm, ahead, row);
         return;
     }
-    if (t < S)
-        a.post[r * S + t] =
-            2.0f * hx_sigmoid(fmaf(m[S + t] * norm, a.scale[1], a.base[S + t]));
-    if (t != 32)
+    if (threadIdx.x < S)
+        a.post[r * S + threadIdx.x] =
+            2.0f * hx_sigmoid(fmaf(m[S + threadIdx.x] * norm, a.scale[1],
+                                   a.base[S + threadIdx.x]));
+    if (threadIdx.x != 32)
         return;
     float c[S][S];
 #pragma unroll
@@ -542,8 +697,8 @@ extern "C" int hx_cuda_hc_merge(hx_dev *d, const hx_hc_merge_args *a, hx_err *er
                            aligned16(a->streams.p) && aligned16(a->y.p) &&
                                a->dim % VEC == 0 };
 
-    HX_LAUNCH(hx_cuda_of(d), "hc_merge", err, merge_rows, stream_grid(a->dim, a->rows),
-              THREADS, 0, k);
+    HX_LAUNCH_NEXT(hx_cuda_of(d), "hc_merge", err, merge_rows,
+                   stream_grid(a->dim, a->rows), THREADS, 0, k);
     return 0;
 }
 
@@ -551,6 +706,7 @@ extern "C" int hx_cuda_hc_merge(hx_dev *d, const hx_hc_merge_args *a, hx_err *er
  */
 __global__ void merge_rows(const merge_args a)
 {
+    hx_cuda_in_turn();
     __shared__ float map[MAX_STREAMS * (MAX_STREAMS + 1)]; /* post, comb */
     const int64_t r = blockIdx.x, i = ((int64_t)blockIdx.y * THREADS + threadIdx.x) * VEC;
     const int s = (int)a.s;
@@ -592,14 +748,15 @@ extern "C" int hx_cuda_hc_mean(hx_dev *d, const hx_hc_mean_args *a, hx_err *err)
                            aligned16(a->streams.p) && aligned16(a->y.p) &&
                                a->dim % VEC == 0 };
 
-    HX_LAUNCH(hx_cuda_of(d), "hc_mean", err, mean_rows, stream_grid(a->dim, a->rows),
-              THREADS, 0, k);
+    HX_LAUNCH_NEXT(hx_cuda_of(d), "hc_mean", err, mean_rows, stream_grid(a->dim, a->rows),
+                   THREADS, 0, k);
     return 0;
 }
 
 /* streams: the mean, y: the streams. Grid (R, D / 1024). Moves 4 R (S + 1) D bytes. */
 __global__ void mean_rows(const merge_args a)
 {
+    hx_cuda_in_turn();
     const int64_t r = blockIdx.x, i = ((int64_t)blockIdx.y * THREADS + threadIdx.x) * VEC;
     float sum[4] = {}, v[4];
 
@@ -642,8 +799,9 @@ extern "C" int hx_cuda_router(hx_dev *d, const hx_router_args *a, hx_err *err)
 
     if (rc != 0)
         return rc;
-    HX_LAUNCH(hx_cuda_of(d), "router", err, router_pick, dim3((unsigned)a->rows), threads,
-              (size_t)a->w->n * sizeof(double) + (size_t)a->active * sizeof(float), k);
+    HX_LAUNCH_NEXT(
+        hx_cuda_of(d), "router", err, router_pick, dim3((unsigned)a->rows), threads,
+        (size_t)a->w->n * sizeof(double) + (size_t)a->active * sizeof(float), k);
     return 0;
 }
 
@@ -651,6 +809,8 @@ extern "C" int hx_cuda_router(hx_dev *d, const hx_router_args *a, hx_err *err)
  * the worst. Grid R, 8 E + 4 A bytes shared. Moves 8 R E bytes. */
 __global__ void router_pick(const pick_args a)
 {
+    hx_cuda_soon(a.bias, a.n_expert * (int64_t)sizeof(float));
+    hx_cuda_in_turn();
     extern __shared__ double key[];
     float *best = (float *)(key + a.n_expert);
     float *score = a.score + (int64_t)blockIdx.x * a.n_expert;
@@ -716,8 +876,8 @@ extern "C" int hx_cuda_combine(hx_dev *d, const hx_combine_args *a, hx_err *err)
     if (k.there != NULL)
         k.lane = hx_cuda_lane_of(a->lane);
 
-    HX_LAUNCH(hx_cuda_of(d), "combine", err, combine_rows, stream_grid(a->dim, a->rows),
-              THREADS, 0, k);
+    HX_LAUNCH_NEXT(hx_cuda_of(d), "combine", err, combine_rows,
+                   stream_grid(a->dim, a->rows), THREADS, 0, k);
     return 0;
 }
 
@@ -732,6 +892,7 @@ HX_DEVICE void load4_fresh(float v[4], const float *row, int64_t at, int64_t n)
  * lane's picks come from host memory. */
 __global__ void combine_rows(const combine_args a)
 {
+    hx_cuda_in_turn();
     const int64_t r = blockIdx.x, i = ((int64_t)blockIdx.y * THREADS + threadIdx.x) * VEC;
     float sum[4], v[4];
 
@@ -760,7 +921,7 @@ size_t hx_cuda_ops_scratch_bytes(const hx_dev_limits *l)
 {
     const int64_t rows = HX_MAX(1, HX_MIN(l->max_rows, 256));
 
-    return (size_t)(rows * mix_slices(HX_MAX(l->max_k, 1)) *
+    return (size_t)(rows * hx_ceil_div(HX_MAX(l->max_k, 1), SLICE) *
                     (MAX_STREAMS * (2 + MAX_STREAMS) + 1)) *
            sizeof(float);
 }

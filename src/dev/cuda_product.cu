@@ -20,6 +20,7 @@ enum {
     LEVELS = 10,   /* of the tree over chunks of blocks: up to 2^20 inputs */
     COLUMN_BLOCKS = 4, /* of 128 inputs side by side in a transposed product */
     MAX_PICKS = 1024,  /* of one call of hx_cuda_experts */
+    MAX_BESIDE = 4,    /* products of one launch */
 };
 
 static const int64_t MAX_GRID_Y = 65535;
@@ -50,8 +51,14 @@ struct plain {
     bool x_wide;      /* x can be copied 16 bytes at a time */
 };
 
+/* Products of one launch, as long in k and of one format; n > 1: z is which of them. */
+struct plain_set {
+    plain p[MAX_BESIDE];
+    int n;
+};
+
 template <int FMT, int RB>
-__global__ void plain_rows(const __grid_constant__ plain p, int log_l);
+__global__ void plain_rows(const __grid_constant__ plain_set set, int log_l);
 
 static int log2_up(int64_t n)
 {
@@ -63,55 +70,75 @@ static int log2_up(int64_t n)
 }
 
 template <int RB>
-static int plain_launch(hx_cuda *c, const char *op, const plain &p, hx_fmt fmt,
+static int plain_launch(hx_cuda *c, const char *op, const plain_set &set, hx_fmt fmt,
                         int64_t nz, hx_err *err)
 {
-    const int64_t row_groups = hx_ceil_div(p.rows, RB) * nz;
-    int log_l = HX_MIN(log2_up(hx_ceil_div(p.m.k, BLOCK)), 5);
+    const int64_t rows = set.p[0].rows, row_groups = hx_ceil_div(rows, RB) * nz;
+    int64_t n = 0;
+    int log_l = HX_MIN(log2_up(hx_ceil_div(set.p[0].m.k, BLOCK)), 5);
 
+    for (int i = 0; i < set.n; i++)
+        n = HX_MAX(n, set.p[i].n);
     /* Fewer threads an output share inputs better; more of them fill the device. */
     while (RB > 1 && log_l > 3 &&
-           hx_ceil_div(p.n, WARPS * (32 >> (log_l - 1))) * row_groups >= 2 * c->n_sm)
+           hx_ceil_div(n, WARPS * (32 >> (log_l - 1))) * row_groups >= 2 * c->n_sm)
         log_l--;
     const int64_t per_block = WARPS * (32 >> log_l);
-    const dim3 grid((unsigned)hx_ceil_div(p.n, per_block),
-                    (unsigned)hx_ceil_div(p.rows, RB), (unsigned)nz);
+    const dim3 grid((unsigned)hx_ceil_div(n, per_block), (unsigned)hx_ceil_div(rows, RB),
+                    (unsigned)nz);
     const size_t shared = sizeof(float) * ((size_t)RB << log_l) * PITCH;
 
-    HX_PLAIN_SWITCH(fmt, HX_LAUNCH(c, op, err, (plain_rows<FMT, RB>), grid, THREADS,
-                                   shared, p, log_l));
+    HX_PLAIN_SWITCH(fmt, HX_LAUNCH_NEXT(c, op, err, (plain_rows<FMT, RB>), grid, THREADS,
+                                        shared, set, log_l));
     return 0;
 }
 
-/* Rows in turns that a grid holds. */
-static int plain_product(hx_cuda *c, const char *op, plain p, hx_fmt fmt, int64_t nz,
-                         hx_err *err)
+/* Rows in turns that a grid holds. nz: heads or picks of the one product, or the number of
+ * products. */
+static int plain_products(hx_cuda *c, const char *op, plain_set set, hx_fmt fmt,
+                          int64_t nz, hx_err *err)
 {
-    const int64_t rows = p.rows;
+    const int64_t rows = set.p[0].rows;
 
-    p.x_wide =
-        (uintptr_t)p.x % 16 == 0 && p.m.k % 4 == 0 && p.ldx % 4 == 0 && p.x_head % 4 == 0;
     for (int64_t r = 0; r < rows; r += MAX_GRID_Y) {
-        int rc;
+        const int64_t now = HX_MIN(MAX_GRID_Y, rows - r);
 
-        p.rows = HX_MIN(MAX_GRID_Y, rows - r);
-        rc = p.rows == 1   ? plain_launch<1>(c, op, p, fmt, nz, err)
-             : p.rows == 2 ? plain_launch<2>(c, op, p, fmt, nz, err)
-                           : plain_launch<MAX_ROWS>(c, op, p, fmt, nz, err);
+        for (int i = 0; i < set.n; i++) {
+            plain *p = &set.p[i];
+
+            p->rows = now;
+            p->x_wide = (uintptr_t)p->x % 16 == 0 && p->m.k % 4 == 0 && p->ldx % 4 == 0 &&
+                        p->x_head % 4 == 0;
+        }
+        const int rc = now == 1   ? plain_launch<1>(c, op, set, fmt, nz, err)
+                       : now == 2 ? plain_launch<2>(c, op, set, fmt, nz, err)
+                                  : plain_launch<MAX_ROWS>(c, op, set, fmt, nz, err);
         if (rc != 0)
             return rc;
-        p.x += p.rows * p.ldx;
-        p.y += p.rows * p.ldy;
+        for (int i = 0; i < set.n; i++) {
+            set.p[i].x += now * set.p[i].ldx;
+            set.p[i].y += now * set.p[i].ldy;
+        }
     }
     return 0;
 }
 
+static int plain_product(hx_cuda *c, const char *op, const plain &p, hx_fmt fmt,
+                         int64_t nz, hx_err *err)
+{
+    plain_set set = {};
+
+    set.p[0] = p;
+    set.n = 1;
+    return plain_products(c, op, set, fmt, nz, err);
+}
+
 /* The matrix of a pick, or false when it has none. */
-HX_DEVICE bool matrix_of(const plain &p, hx_plain_mat *m)
+HX_DEVICE bool matrix_of(const plain &p, int64_t z, hx_plain_mat *m)
 {
     if (p.id == NULL)
         return true;
-    const int32_t id = p.id[blockIdx.z];
+    const int32_t id = p.id[z];
     if (id < 0 || id >= p.n_expert)
         return false;
     const hx_cuda_expert *e = &p.expert[id];
@@ -170,28 +197,31 @@ HX_DEVICE void add_lanes(float acc[RB][8], const float w[8], const float *x, int
     }
 }
 
-/* Four warps, 2^log_l threads an output, RB rows. Grid (outputs, R / RB, heads or picks);
- * shared: RB chunks of 2^log_l blocks of x. Reads the weights once for RB rows. */
+/* Four warps, 2^log_l threads an output, RB rows. Grid (outputs, R / RB, heads, picks or
+ * products); shared: RB chunks of 2^log_l blocks of x. Reads the weights once for RB
+ * rows. */
 template <int FMT, int RB>
 __global__ void __launch_bounds__(THREADS)
-    plain_rows(const __grid_constant__ plain p, int log_l)
+    plain_rows(const __grid_constant__ plain_set set, int log_l)
 {
     extern __shared__ __align__(16) float xs[];
+    const plain &p = set.p[set.n > 1 ? blockIdx.z : 0];
+    const int64_t z = set.n > 1 ? 0 : blockIdx.z;
     const int lane = threadIdx.x & 31, l = 1 << log_l, b = lane & (l - 1);
     const int64_t group = (int64_t)blockIdx.x * WARPS + (threadIdx.x >> 5);
     const int64_t o = group * (32 >> log_l) + (lane >> log_l);
     const int64_t r0 = (int64_t)blockIdx.y * RB, k = p.m.k;
     const int64_t n_block = (k + BLOCK - 1) / BLOCK;
     const float *x =
-        p.x + r0 * p.ldx +
-        (p.id != NULL ? blockIdx.z / p.x_div * p.ldx : blockIdx.z * p.x_head);
+        p.x + r0 * p.ldx + (p.id != NULL ? z / p.x_div * p.ldx : z * p.x_head);
     hx_plain_mat m = p.m;
     float level[LEVELS][RB];
 
-    if (!matrix_of(p, &m))
+    if (p.id != NULL)
+        hx_cuda_after_previous();
+    if ((int64_t)blockIdx.x * WARPS * (32 >> log_l) >= p.n || !matrix_of(p, z, &m))
         return;
-    const int64_t row =
-        p.first + (int64_t)blockIdx.z * p.stride + (o < p.n ? o : p.n - 1);
+    const int64_t row = p.first + z * p.stride + (o < p.n ? o : p.n - 1);
     const int chunks = (int)((n_block + l - 1) >> log_l);
     for (int c = 0; c < chunks; c++) {
         const int64_t i0 = (int64_t)c << (log_l + 7), mine = i0 + b * BLOCK;
@@ -209,6 +239,8 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
                 for (int s = 0; s < N; s++)
                     raw[s] = hx_plain_raw8<FMT>(m, row, mine + 8 * (h + s));
+                if (h == 0 && c == 0)
+                    hx_cuda_in_turn();
                 if (h == 0)
                     stage_inputs<RB>(xs, x, p, r0, i0, log_l);
                 if (mine < k)
@@ -222,6 +254,8 @@ __global__ void __launch_bounds__(THREADS)
                     }
             }
         } else {
+            if (c == 0)
+                hx_cuda_in_turn();
             stage_inputs<RB>(xs, x, p, r0, i0, log_l);
             for (int s = 0; s < BLOCK && mine < k; s += 8) {
                 float w[8];
@@ -269,7 +303,7 @@ __global__ void __launch_bounds__(THREADS)
         if (m.bias != NULL)
             sum = sum + hx_half_to(((const uint16_t *)m.bias)[o]);
         if (r0 + r < p.rows)
-            p.y[(r0 + r) * p.ldy + (int64_t)blockIdx.z * p.y_head + o] = sum;
+            p.y[(r0 + r) * p.ldy + z * p.y_head + o] = sum;
     }
 }
 
@@ -291,12 +325,13 @@ static int column_product(hx_cuda *c, plain p, hx_fmt fmt, int64_t nz, hx_err *e
         const size_t shared = (size_t)(blocks * BLOCK * 32) * hx_plain_bytes(fmt);
 
         if (rb == 1)
-            HX_PLAIN_SWITCH(fmt, HX_LAUNCH(c, "head_matmul", err, (plain_columns<FMT, 1>),
+            HX_PLAIN_SWITCH(fmt,
+                            HX_LAUNCH_NEXT(c, "head_matmul", err, (plain_columns<FMT, 1>),
                                            grid, threads, shared, p))
         else
-            HX_PLAIN_SWITCH(fmt, HX_LAUNCH(c, "head_matmul", err,
-                                           (plain_columns<FMT, MAX_ROWS>), grid, threads,
-                                           shared, p))
+            HX_PLAIN_SWITCH(fmt, HX_LAUNCH_NEXT(c, "head_matmul", err,
+                                                (plain_columns<FMT, MAX_ROWS>), grid,
+                                                threads, shared, p))
         p.x += p.rows * p.ldx;
         p.y += p.rows * p.ldy;
     }
@@ -367,6 +402,8 @@ __global__ void __launch_bounds__(32 * COLUMN_BLOCKS)
         __syncthreads();
         if (tiled && warp < here)
             fetch_tile<FMT>(tile, p.m, p.first + z * p.stride + first, col - lane, len);
+        if (c == 0)
+            hx_cuda_in_turn();
         for (int i = threadIdx.x; i < here * BLOCK; i += blockDim.x)
             for (int r = 0; r < RB; r++)
                 xs[r][i] = r0 + r < p.rows && i0 + i < p.n
@@ -439,7 +476,7 @@ static hx_cuda_work work_of(const hx_cuda *c)
     w.p = c->scratch;
     w.bytes = c->scratch_bytes;
     w.n_sm = c->n_sm;
-    w.overlap = c->cc >= 90;
+    w.overlap = hx_cuda_overlap(c);
     return w;
 }
 
@@ -510,22 +547,50 @@ static int many_matmul(hx_cuda *c, const hx_matmul_args *a, hx_err *err)
     return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "matmul", rc);
 }
 
+/* The call and those beside it that one launch can do with it; *rest: the first of the
+ * others. */
+static plain_set plain_set_of(const hx_matmul_args *a, const hx_matmul_args **rest)
+{
+    const hx_matmul_args *first = a;
+    plain_set set = {};
+
+    for (; a != NULL && set.n < MAX_BESIDE && a->w->fmt == first->w->fmt &&
+           a->w->k == first->w->k;
+         a = a->beside) {
+        plain *p = &set.p[set.n++];
+
+        p->m = hx_plain_of(a->w);
+        p->x = (const float *)a->x.p;
+        p->y = (float *)a->y.p;
+        p->rows = first->rows;
+        p->n = a->w->n;
+        p->ldx = a->ldx;
+        p->ldy = a->ldy;
+    }
+    *rest = a;
+    return set;
+}
+
 extern "C" int hx_cuda_matmul(hx_dev *d, const hx_matmul_args *a, hx_err *err)
 {
-    plain p = {};
+    hx_cuda *c = hx_cuda_of(d);
+    const hx_matmul_args *rest = a->beside;
+    int rc;
 
-    if (a->prefill)
-        return many_matmul(hx_cuda_of(d), a, err);
-    if (a->w->fmt == HX_FMT_EXL3)
-        return exl3_matmul(hx_cuda_of(d), a, err);
-    p.m = hx_plain_of(a->w);
-    p.x = (const float *)a->x.p;
-    p.y = (float *)a->y.p;
-    p.rows = a->rows;
-    p.n = a->w->n;
-    p.ldx = a->ldx;
-    p.ldy = a->ldy;
-    return plain_product(hx_cuda_of(d), "matmul", p, a->w->fmt, 1, err);
+    if (a->prefill) {
+        rc = many_matmul(c, a, err);
+    } else if (a->w->fmt == HX_FMT_EXL3) {
+        rc = exl3_matmul(c, a, err);
+    } else {
+        const plain_set set = plain_set_of(a, &rest);
+
+        rc = plain_products(c, "matmul", set, a->w->fmt, set.n, err);
+    }
+    if (rc != 0 || rest == NULL)
+        return rc;
+    hx_matmul_args beside = *rest;
+    beside.rows = a->rows;
+    return hx_cuda_matmul(d, &beside, err);
 }
 
 extern "C" int hx_cuda_head_matmul(hx_dev *d, const hx_head_matmul_args *a, hx_err *err)
@@ -738,8 +803,9 @@ static int plain_experts(hx_cuda *c, const hx_moe_args *a, const hx_cuda_expert 
     p.y = up;
     if ((rc = plain_product(c, "moe", p, x->gate.fmt, picks, err)) != 0)
         return rc;
-    HX_LAUNCH(c, "moe", err, act_picks, dim3((unsigned)hx_ceil_div(picks * f, THREADS)),
-              THREADS, 0, gate, up, picks * f, a->limit);
+    HX_LAUNCH_NEXT(c, "moe", err, act_picks,
+                   dim3((unsigned)hx_ceil_div(picks * f, THREADS)), THREADS, 0, gate, up,
+                   picks * f, a->limit);
     p.m = hx_plain_of(&x->down);
     for (int64_t e = 0; e < a->n_expert; e++)
         p.m.wide = p.m.wide && hx_plain_of(&x[e].down).wide;
@@ -756,6 +822,7 @@ static int plain_experts(hx_cuda *c, const hx_moe_args *a, const hx_cuda_expert 
 /* 128 elements a block; those of picks without an expert are whatever was there. */
 __global__ void act_picks(float *gate, const float *up, int64_t n, float limit)
 {
+    hx_cuda_in_turn();
     const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
 
     if (i < n)

@@ -9,6 +9,7 @@
  * significant first, with a histogram of counts and masses each. Masses are integers,
  * units of 2^-40 of the best id's weight: their sums are exact, so the order of atomics
  * does not matter. */
+#include "dev/cuda.h"
 #include "dev/cuda_dev.h"
 
 enum {
@@ -133,6 +134,7 @@ template <class T> HX_DEVICE const T *list(const call &c, uint32_t at)
  * Moves 8 N bytes. */
 __global__ void sample_copy(const __grid_constant__ call c)
 {
+    hx_cuda_in_turn();
     const int64_t r = blockIdx.y;
     const row_param *p = &c.row[r];
     const float *from = c.logits + r * c.n_vocab;
@@ -157,6 +159,7 @@ __global__ void sample_copy(const __grid_constant__ call c)
 /* Penalties, then biases, then bans. A block for each row. */
 __global__ void sample_adjust(const __grid_constant__ call c)
 {
+    hx_cuda_in_turn();
     const int64_t r = blockIdx.x;
     const row_param *p = &c.row[r];
     const int32_t *hist = list<int32_t>(c, p->hist_id), *ban = list<int32_t>(c, p->ban);
@@ -199,6 +202,7 @@ __global__ void sample_adjust(const __grid_constant__ call c)
  * bytes a row. */
 __global__ void sample_peak(const __grid_constant__ call c)
 {
+    hx_cuda_in_turn();
     const int64_t r = blockIdx.y;
     const float *x = values_of(c, r);
     uint64_t best = 0;
@@ -231,6 +235,7 @@ HX_DEVICE void add_to(uint64_t *total, uint64_t v)
  * a row. */
 __global__ void sample_weigh(const __grid_constant__ call c)
 {
+    hx_cuda_in_turn();
     const int64_t r = blockIdx.y;
     const row_param *p = &c.row[r];
     row_state *s = &c.state[r];
@@ -382,6 +387,7 @@ HX_DEVICE void narrow(search *a, const histogram *h, int level, uint64_t *count,
 __global__ void __launch_bounds__(THREADS)
     sample_digit(const __grid_constant__ call c, query q, int level)
 {
+    hx_cuda_in_turn();
     __shared__ uint32_t count[BINS], low[BINS], high[BINS]; /* mass: 20 bits in low */
     const int64_t r = blockIdx.y;
     const row_param *p = &c.row[r];
@@ -436,6 +442,7 @@ __global__ void __launch_bounds__(THREADS)
 __global__ void __launch_bounds__(THREADS)
     sample_found(const __grid_constant__ call c, query q)
 {
+    hx_cuda_in_turn();
     const int64_t r = blockIdx.x;
     const row_param *p = &c.row[r];
     row_state *s = &c.state[r];
@@ -473,6 +480,7 @@ __global__ void __launch_bounds__(THREADS)
  * (chunks, R). Moves 4 N bytes a row. */
 __global__ void sample_ties(const __grid_constant__ call c)
 {
+    hx_cuda_in_turn();
     const int64_t r = blockIdx.y;
     const row_param *p = &c.row[r];
     row_state *s = &c.state[r];
@@ -596,6 +604,7 @@ HX_DEVICE void report_top(const call &c, int64_t r, double norm, hx_choice *list
 /* One warp for each row. */
 __global__ void sample_answer(const __grid_constant__ call c)
 {
+    hx_cuda_in_turn();
     __shared__ hx_choice list[MAX_TOP];
     const int64_t r = blockIdx.x;
     const row_param *p = &c.row[r];
@@ -692,23 +701,23 @@ static int launch(hx_cuda *d, const call &c, int64_t rows, const needs &n, hx_er
     const dim3 grid((unsigned)c.chunks, (unsigned)rows), each((unsigned)rows);
 
     if (n.adjust) {
-        HX_LAUNCH(d, "sample", err, sample_copy, grid, THREADS, 0, c);
-        HX_LAUNCH(d, "sample", err, sample_adjust, each, THREADS, 0, c);
+        HX_LAUNCH_NEXT(d, "sample", err, sample_copy, grid, THREADS, 0, c);
+        HX_LAUNCH_NEXT(d, "sample", err, sample_adjust, each, THREADS, 0, c);
     }
-    HX_LAUNCH(d, "sample", err, sample_peak, grid, THREADS, 0, c);
+    HX_LAUNCH_NEXT(d, "sample", err, sample_peak, grid, THREADS, 0, c);
     if (n.weigh)
-        HX_LAUNCH(d, "sample", err, sample_weigh, grid, THREADS, 0, c);
+        HX_LAUNCH_NEXT(d, "sample", err, sample_weigh, grid, THREADS, 0, c);
     for (size_t i = 0; i < HX_LEN(order); i++) {
         if (!n.query[order[i]])
             continue;
         for (int level = 0; level < LEVELS; level++)
-            HX_LAUNCH(d, "sample", err, sample_digit, grid, THREADS, 0, c, order[i],
-                      level);
-        HX_LAUNCH(d, "sample", err, sample_found, each, THREADS, 0, c, order[i]);
+            HX_LAUNCH_NEXT(d, "sample", err, sample_digit, grid, THREADS, 0, c, order[i],
+                           level);
+        HX_LAUNCH_NEXT(d, "sample", err, sample_found, each, THREADS, 0, c, order[i]);
     }
     if (n.query[DRAW] || n.query[TOP_N])
-        HX_LAUNCH(d, "sample", err, sample_ties, grid, THREADS, 0, c);
-    HX_LAUNCH(d, "sample", err, sample_answer, each, 32, 0, c);
+        HX_LAUNCH_NEXT(d, "sample", err, sample_ties, grid, THREADS, 0, c);
+    HX_LAUNCH_NEXT(d, "sample", err, sample_answer, each, 32, 0, c);
     return 0;
 }
 

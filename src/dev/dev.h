@@ -153,12 +153,15 @@ typedef struct {
  * The arithmetic of decode rows is canonical (canon.h, one text for host and device): the
  * same bits on every backend and instruction set, but for ref, which is plain double.
  * prefill: a device may round inputs and weights to f16 and sum in f32 instead; a row still
- * has the same bits in a call of any number of rows. */
-typedef struct {
+ * has the same bits in a call of any number of rows.
+ * beside: a product with as many rows (its own number does not count) that neither reads y
+ * nor writes x, which a device may do at the same time; or NULL. */
+typedef struct hx_matmul_args {
     hx_buf y, x;
     const hx_mat *w;
     int64_t rows, ldx, ldy;
     bool prefill;
+    const struct hx_matmul_args *beside;
 } hx_matmul_args;
 
 /* Per head h, with W_h = rows h * stride + first … + n - 1 of W (plain formats, k columns):
@@ -183,17 +186,19 @@ typedef struct {
 } hx_swiglu_args;
 
 /* mHC: collapses S streams to the layer's input and makes the maps for hc_merge.
+ *   y there: hc_merge of y with post and comb, those of the sub-layer before, comes first
  *   f    = flatten(streams[r]); m = fn (f / sqrt(mean f^2 + norm_eps))
  *   pre  = sigmoid(m[0..S) * scale[0] + base) + eps
  *   post = 2 sigmoid(m[S..2S) * scale[1] + base)
  *   comb = Sinkhorn(softmax_j(m[2S..) * scale[2] + base) + eps): iters column and
  *          iters - 1 row normalisations, columns first; every divisor + eps
- *   x[r] = sum_s pre[s] streams[r, s]
+ *   x[r] = sum_s pre[s] streams[r, s]; w there: rmsnorm of that with w and norm_eps
  *
  * x        f32 [R, D]
- * post     f32 [R, S]
- * comb     f32 [R, S, S], row = source stream
- * streams  f32 [R, S, D], S <= 8
+ * post     f32 [R, S]; read before, if y is there
+ * comb     f32 [R, S, S], row = source stream; the same
+ * streams  f32 [R, S, D], S <= 8; written, if y is there
+ * y, w     f32 [R, D], [D]; or p NULL
  * fn       plain format, n = S (2 + S), k = S D; NULL with S = 1: x = streams,
  *          post = comb = 1
  * base     f32 [S (2 + S)]; scale f32 [3]
@@ -204,6 +209,7 @@ typedef struct {
     int64_t rows, streams_n, dim;
     float norm_eps, eps;
     int32_t iters;
+    hx_buf y, w;
 } hx_hc_mix_args;
 
 /* streams[r, j] = post[r, j] y[r] + sum_i comb[r, i, j] streams[r, i], in place
@@ -605,6 +611,10 @@ void hx_dev_graph_free(hx_dev *d, hx_dev_graph *g); /* NULL is fine */
 #define X(op) int hx_op_##op(hx_dev *d, const hx_##op##_args *a, hx_err *err);
 HX_OPS(X)
 #undef X
+
+/* What hc_mix with y and with w does before and after, as calls of their own. */
+hx_hc_merge_args hx_hc_mix_merge(const hx_hc_mix_args *a);
+hx_rmsnorm_args hx_hc_mix_norm(const hx_hc_mix_args *a);
 
 /* Expert e of a call of moe, with the addresses of at where that is there; host devices. */
 hx_expert hx_moe_expert(const hx_moe_args *a, int64_t e);

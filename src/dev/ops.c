@@ -339,11 +339,15 @@ static void check_layernorm(check *c, const hx_layernorm_args *a)
 
 static void check_matmul(check *c, const hx_matmul_args *a)
 {
-    mat(c, "w", a->w, false, 0, 0);
-    if (c->rc != 0)
-        return;
-    strided(c, "x", a->x, a->rows, a->w->k, a->ldx);
-    strided(c, "y", a->y, a->rows, a->w->n, a->ldy);
+    const int64_t rows = a->rows;
+
+    for (; a != NULL; a = a->beside) {
+        mat(c, "w", a->w, false, 0, 0);
+        if (c->rc != 0)
+            return;
+        strided(c, "x", a->x, rows, a->w->k, a->ldx);
+        strided(c, "y", a->y, rows, a->w->n, a->ldy);
+    }
 }
 
 static void check_head_matmul(check *c, const hx_head_matmul_args *a)
@@ -388,6 +392,10 @@ static void check_hc_mix(check *c, const hx_hc_mix_args *a)
     dense(c, "post", a->post, a->rows, s, 1);
     dense(c, "comb", a->comb, a->rows, s, s);
     dense(c, "streams", a->streams, a->rows, s, a->dim);
+    if (a->y.p != NULL)
+        dense(c, "y", a->y, a->rows, a->dim, 1);
+    if (a->w.p != NULL)
+        dense(c, "w", a->w, a->dim, 1, 1);
     if (s == 1 && a->fn == NULL)
         return;
     range(c, "iters", a->iters, 1, 1000);
@@ -590,6 +598,29 @@ static hx_mat leased(hx_mat m, const hx_lease_mat *at)
         m.bias = at->svh;
     }
     return m;
+}
+
+hx_hc_merge_args hx_hc_mix_merge(const hx_hc_mix_args *a)
+{
+    return (hx_hc_merge_args) { .streams = a->streams,
+                                .y = a->y,
+                                .post = a->post,
+                                .comb = a->comb,
+                                .rows = a->rows,
+                                .streams_n = a->streams_n,
+                                .dim = a->dim };
+}
+
+hx_rmsnorm_args hx_hc_mix_norm(const hx_hc_mix_args *a)
+{
+    return (hx_rmsnorm_args) { .y = a->x,
+                               .x = a->x,
+                               .w = a->w,
+                               .rows = a->rows,
+                               .dim = a->dim,
+                               .ldx = a->dim,
+                               .ldy = a->dim,
+                               .eps = a->norm_eps };
 }
 
 hx_expert hx_moe_expert(const hx_moe_args *a, int64_t e)

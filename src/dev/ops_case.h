@@ -26,10 +26,14 @@ enum {
 
 static const uint32_t POISON = 0x7FE5A5A5; /* a NaN that no arithmetic makes */
 
-/* In a case: this optional buffer is left out; this matrix has a bias. */
+/* In a case: this optional buffer is left out; that one is there; this matrix has a bias. */
 #define ABSENT                                                                           \
     {                                                                                    \
         NULL, 1                                                                          \
+    }
+#define GIVEN                                                                            \
+    {                                                                                    \
+        NULL, 2                                                                          \
     }
 #define BIAS ((const void *)1)
 
@@ -395,6 +399,15 @@ static void fill_matmul(trial *t, hx_matmul_args *a)
     a->w = weights_of(t, "w", a->w);
     ld_buf(t, &a->x, "x", IN, a->rows, a->w->k, a->ldx = HX_MAX(a->ldx, a->w->k));
     ld_buf(t, &a->y, "y", OUT, a->rows, a->w->n, a->ldy = HX_MAX(a->ldy, a->w->n));
+    if (a->beside == NULL)
+        return;
+    hx_matmul_args *beside = hx_arena_alloc(&t->arena, sizeof(*beside));
+
+    assert_non_null(beside);
+    *beside = *a->beside;
+    beside->rows = a->rows;
+    a->beside = beside;
+    fill_matmul(t, beside);
 }
 
 static void fill_head_matmul(trial *t, hx_head_matmul_args *a)
@@ -417,11 +430,16 @@ static void fill_swiglu(trial *t, hx_swiglu_args *a)
 static void fill_hc_mix(trial *t, hx_hc_mix_args *a)
 {
     const int64_t s = a->streams_n;
+    const bool merge = a->y.n != 0, norm = a->w.n != 0;
 
-    row_buf(t, &a->streams, "streams", IN, T_F32, a->rows, s * a->dim);
+    row_buf(t, &a->streams, "streams", merge ? STATE : IN, T_F32, a->rows, s * a->dim);
     row_buf(t, &a->x, "x", OUT, T_F32, a->rows, a->dim);
-    row_buf(t, &a->post, "post", OUT, T_F32, a->rows, s);
-    row_buf(t, &a->comb, "comb", OUT, T_F32, a->rows, s * s);
+    row_buf(t, &a->post, "post", merge ? STATE : OUT, T_F32, a->rows, s);
+    row_buf(t, &a->comb, "comb", merge ? STATE : OUT, T_F32, a->rows, s * s);
+    if (merge)
+        row_buf(t, &a->y, "y", IN, T_F32, a->rows, a->dim);
+    if (norm)
+        one_buf(t, &a->w, "w", IN, a->dim);
     if (a->fn == NULL)
         return;
     a->fn = weights_of(t, "fn", a->fn);
@@ -724,6 +742,18 @@ OP_CASES(
     .canonical = true,
     .why = "f32 FMAs in a tree; EXL3: 16-bit activations (7e-10) and, for MUL1, weights "
            "that are not rounded to fp16 (4e-8)") {
+    { .rows = 1,
+      .w = MAT(BF16, 128, 4096),
+      .beside =
+          &(const hx_matmul_args) {
+              .w = MAT(BF16, 64, 4096),
+              .beside = &(const hx_matmul_args) { .w = MAT(BF16, 130, 4096) } } },
+    { .rows = 3,
+      .w = MAT(F16, 70, 200),
+      .beside =
+          &(const hx_matmul_args) {
+              .w = MAT(F16, 9, 200),
+              .beside = &(const hx_matmul_args) { .w = MAT(F32, 9, 136) } } },
     { .rows = 1, .w = MAT(F32, 1, 1) },
     { .rows = 3, .w = MAT(F32, 130, 129, .bias = BIAS), .ldx = 140, .ldy = 135 },
     { .rows = 5, .w = MAT(F16, 67, 300) },
@@ -873,6 +903,23 @@ OP_CASES(hc_mix, .nmse = 1e-12,
     { .rows = 7, .streams_n = 4, .dim = 256, .fn = MAT(BF16, 24, 1024), HC },
     { .rows = 1, .streams_n = 4, .dim = 4096, .fn = MAT(BF16, 24, 16384), HC },
     { .rows = 19, .streams_n = 4, .dim = 4096, .fn = MAT(BF16, 24, 16384), HC },
+    { .rows = 2, .streams_n = 1, .dim = 5, .norm_eps = 1e-5f, .y = GIVEN, .w = GIVEN },
+    { .rows = 2, .streams_n = 3, .dim = 20, .fn = MAT(BF16, 15, 60), HC, .w = GIVEN },
+    { .rows = 5, .streams_n = 8, .dim = 131, .fn = MAT(F16, 80, 1048), HC, .y = GIVEN },
+    { .rows = 1,
+      .streams_n = 4,
+      .dim = 4096,
+      .fn = MAT(BF16, 24, 16384),
+      HC,
+      .y = GIVEN,
+      .w = GIVEN },
+    { .rows = 6,
+      .streams_n = 4,
+      .dim = 2504,
+      .fn = MAT(FP8, 24, 10016, .block_n = 128, .block_k = 128),
+      HC,
+      .y = GIVEN,
+      .w = GIVEN },
 };
 VECTORS(hc_mix) {
     { .rows = 2, .streams_n = 4, .dim = 3, .fn = MAT(BF16, 24, 12), HC },

@@ -333,6 +333,11 @@ static int run_rows(hx_dev *d, trial *t, int64_t r0, int64_t n, const hx_span *s
         *(int64_t *)(void *)(t->args + t->op->rows_at) = n;
     }
     const int rc = call_op(d, t, err);
+    for (const tbuf *b = t->buf; b < t->buf + t->n_buf; b++)
+        if (b->at != NULL && b->row > 0) { /* not all of them lie in args */
+            *b->at = b->p;
+            *b->size_at = data_bytes(b);
+        }
     memcpy(t->args, saved, sizeof(saved));
     return rc;
 }

@@ -312,7 +312,12 @@ static int ref_matmul(hx_dev *dev, const hx_matmul_args *a, hx_err *err)
     p.ldx = a->ldx;
     p.yf = a->y.p;
     p.ldy = a->ldy;
-    return multiply(&p, "matmul", err);
+    const int rc = multiply(&p, "matmul", err);
+    if (rc != 0 || a->beside == NULL)
+        return rc;
+    hx_matmul_args beside = *a->beside;
+    beside.rows = a->rows;
+    return ref_matmul(dev, &beside, err);
 }
 
 static int ref_head_matmul(hx_dev *dev, const hx_head_matmul_args *a, hx_err *err)
@@ -592,21 +597,6 @@ static void hc_mix_part(void *ud, int64_t begin, int64_t end, int worker)
         hc_mix_row(ud, r);
 }
 
-static int ref_hc_mix(hx_dev *dev, const hx_hc_mix_args *a, hx_err *err)
-{
-    hx_hc_mix_args copy = *a;
-
-    (void)err;
-    if (a->fn != NULL) {
-        hx_pool_run(dev->pool, a->rows, 1, hc_mix_part, &copy);
-        return 0;
-    }
-    memcpy(a->x.p, a->streams.p, (size_t)(a->rows * a->dim) * sizeof(float));
-    for (int64_t r = 0; r < a->rows; r++)
-        ((float *)a->post.p)[r] = ((float *)a->comb.p)[r] = 1;
-    return 0;
-}
-
 static int ref_hc_merge(hx_dev *dev, const hx_hc_merge_args *a, hx_err *err)
 {
     const int64_t n = a->streams_n, dim = a->dim;
@@ -633,6 +623,24 @@ static int ref_hc_merge(hx_dev *dev, const hx_hc_merge_args *a, hx_err *err)
         }
     }
     return 0;
+}
+
+static int ref_hc_mix(hx_dev *dev, const hx_hc_mix_args *a, hx_err *err)
+{
+    const hx_hc_merge_args merge = hx_hc_mix_merge(a);
+    const hx_rmsnorm_args norm = hx_hc_mix_norm(a);
+    hx_hc_mix_args copy = *a;
+
+    if (a->y.p != NULL)
+        ref_hc_merge(dev, &merge, err);
+    if (a->fn != NULL) {
+        hx_pool_run(dev->pool, a->rows, 1, hc_mix_part, &copy);
+    } else {
+        memcpy(a->x.p, a->streams.p, (size_t)(a->rows * a->dim) * sizeof(float));
+        for (int64_t r = 0; r < a->rows; r++)
+            ((float *)a->post.p)[r] = ((float *)a->comb.p)[r] = 1;
+    }
+    return a->w.p != NULL ? ref_rmsnorm(dev, &norm, err) : 0;
 }
 
 static int ref_hc_mean(hx_dev *dev, const hx_hc_mean_args *a, hx_err *err)

@@ -35,6 +35,8 @@ struct hx_graph {
     uint64_t bytes;
     const hx_batch *batch;           /* since begin */
     hx_span part;                    /* of the batch: the rows of a window */
+    bool whole;                      /* each kind takes all rows at once, in the same place */
+    bool due; /* y of the last sub-layer is still to be merged into the streams */
     int64_t next;                    /* layer that comes next */
     hx_dev_graph *step[HX_SPAN_MAX]; /* recorded decode steps, by rows - 1 */
     bool ran[HX_SPAN_MAX];           /* once as it is: what comes up at first is there */
@@ -78,7 +80,7 @@ static void carve_call(carver *w, const hx_desc *d, int kind, int64_t rows,
         { &c->c, 0, { hk, hz } },
         { &c->e, 0, { hk, d->index_heads * d->index_width } },
         { &c->g, 0, { hk } },
-        { &c->small, 0, { d->kda_width + d->kda_heads, mla } },
+        { &c->small, 0, { 2 * d->kda_width + d->kda_heads, mla } },
         { &c->pick, 0, { [MLA] = d->index_topk } },
         { &c->n_pick, 0, { [MLA] = 1 } },
         { &c->part, 0, { [MOE] = d->n_active * d->width } },
@@ -351,11 +353,14 @@ int hx_graph_resume(hx_graph *g, const hx_batch *b, int64_t next, hx_err *err)
                        (long long)b->rows.n_row, (long long)g->room);
     g->batch = b;
     g->next = next;
+    g->whole = b->phase == HX_PHASE_DECODE;
+    g->due = false;
     for (int k = 0; k < N_KIND; k++) {
         hx_layer_call *c = &g->call[k];
 
         hx_assert(b->rows.n_span == 1 ||
                   (b->rows.n_row <= g->window[k] && b->n_snap == 0));
+        g->whole = g->whole && g->window[k] == g->room;
         c->dev = g->dev;
         c->d = &g->model->desc;
         c->store = g->model->store;
@@ -400,9 +405,26 @@ static hx_buf streams_at(const hx_graph *g, int64_t row0)
     return hx_buf_at(g->streams, (size_t)(row0 * d->streams * d->width) * sizeof(float));
 }
 
-/* Collapses the streams to the sub-layer's normalised input x. */
-static int site_open(const hx_graph *g, const hx_layer_call *c, int64_t row0,
-                     const hx_hc *hc, hx_buf norm, hx_err *err)
+/* Spreads the sub-layer's output y over the streams. */
+static int merge(hx_graph *g, const hx_layer_call *c, int64_t row0, hx_err *err)
+{
+    const hx_desc *d = &g->model->desc;
+    const hx_hc_merge_args a = { .streams = streams_at(g, row0),
+                                 .y = c->y,
+                                 .post = c->post,
+                                 .comb = c->comb,
+                                 .rows = c->rows.n_row,
+                                 .streams_n = d->streams,
+                                 .dim = d->width };
+
+    g->due = false;
+    return hx_op_hc_merge(g->dev, &a, err);
+}
+
+/* Collapses the streams, once they have what is due, to the sub-layer's normalised input
+ * x. */
+static int site_open(hx_graph *g, const hx_layer_call *c, int64_t row0, const hx_hc *hc,
+                     hx_buf norm, hx_err *err)
 {
     const hx_desc *d = &g->model->desc;
     const hx_hc_mix_args mix = { .x = c->x,
@@ -417,34 +439,19 @@ static int site_open(const hx_graph *g, const hx_layer_call *c, int64_t row0,
                                  .dim = d->width,
                                  .norm_eps = d->norm_eps,
                                  .eps = d->hc_eps,
-                                 .iters = d->hc_iters };
-    const hx_rmsnorm_args rms = { .y = c->x,
-                                  .x = c->x,
-                                  .w = norm,
-                                  .rows = c->rows.n_row,
-                                  .dim = d->width,
-                                  .ldx = d->width,
-                                  .ldy = d->width,
-                                  .eps = d->norm_eps };
-    const int rc = hx_op_hc_mix(g->dev, &mix, err);
+                                 .iters = d->hc_iters,
+                                 .y = g->due ? c->y : (hx_buf) { 0 },
+                                 .w = norm };
 
-    return rc != 0 ? rc : hx_op_rmsnorm(g->dev, &rms, err);
+    g->due = false;
+    return hx_op_hc_mix(g->dev, &mix, err);
 }
 
-/* Spreads the sub-layer's output y over the streams. */
-static int site_close(const hx_graph *g, const hx_layer_call *c, int64_t row0,
-                      hx_err *err)
+/* The output of a sub-layer goes to the streams, or waits for the next to open. */
+static int site_close(hx_graph *g, const hx_layer_call *c, int64_t row0, hx_err *err)
 {
-    const hx_desc *d = &g->model->desc;
-    const hx_hc_merge_args merge = { .streams = streams_at(g, row0),
-                                     .y = c->y,
-                                     .post = c->post,
-                                     .comb = c->comb,
-                                     .rows = c->rows.n_row,
-                                     .streams_n = d->streams,
-                                     .dim = d->width };
-
-    return hx_op_hc_merge(g->dev, &merge, err);
+    g->due = g->whole;
+    return g->due ? 0 : merge(g, c, row0, err);
 }
 
 static void tap(const hx_layer_call *c, const char *what, hx_buf data, int64_t rows)
@@ -499,10 +506,15 @@ static int mix_rows(hx_graph *g, int64_t l, hx_err *err)
     return 0;
 }
 
+static int ffn_kind(const hx_graph *g, int64_t l)
+{
+    return g->model->layer[l].ffn == HX_FFN_DENSE ? DENSE : MOE;
+}
+
 static int ffn_rows(hx_graph *g, int64_t l, hx_err *err)
 {
     const hx_layer *w = &g->model->layer[l];
-    const int kind = w->ffn == HX_FFN_DENSE ? DENSE : MOE;
+    const int kind = ffn_kind(g, l);
     hx_layer_call *c = &g->call[kind];
     int rc;
 
@@ -519,6 +531,8 @@ static int ffn_rows(hx_graph *g, int64_t l, hx_err *err)
         if ((rc = site_close(g, c, at, err)) != 0)
             return rc;
     }
+    if (g->due && c->tap != NULL && (rc = merge(g, c, 0, err)) != 0)
+        return rc;
     tap(c, "streams", g->streams, g->batch->rows.n_row);
     return 0;
 }
@@ -540,7 +554,7 @@ int hx_graph_layers(hx_graph *g, int64_t l0, int64_t l1, hx_err *err)
             return rc;
     }
     g->next = l1;
-    return 0;
+    return g->due ? merge(g, &g->call[ffn_kind(g, l1 - 1)], 0, err) : 0;
 }
 
 int hx_graph_out(hx_graph *g, int64_t row0, int64_t n, hx_err *err)

@@ -10,16 +10,24 @@ static hx_buf floats_at(hx_buf b, int64_t offset)
     return hx_buf_at(b, (size_t)offset * sizeof(float));
 }
 
+/* y = w x for all rows; beside: see hx_matmul_args. */
+static hx_matmul_args product(const hx_layer_call *c, hx_buf y, int64_t ldy, hx_buf x,
+                              int64_t ldx, const hx_mat *w, const hx_matmul_args *beside)
+{
+    return (hx_matmul_args) { .y = y,
+                              .x = x,
+                              .w = w,
+                              .rows = c->rows.n_row,
+                              .ldx = ldx,
+                              .ldy = ldy,
+                              .prefill = c->phase == HX_PHASE_PREFILL,
+                              .beside = beside };
+}
+
 static int linear(const hx_layer_call *c, hx_buf y, int64_t ldy, hx_buf x, int64_t ldx,
                   const hx_mat *w, hx_err *err)
 {
-    const hx_matmul_args a = { .y = y,
-                               .x = x,
-                               .w = w,
-                               .rows = c->rows.n_row,
-                               .ldx = ldx,
-                               .ldy = ldy,
-                               .prefill = c->phase == HX_PHASE_PREFILL };
+    const hx_matmul_args a = product(c, y, ldy, x, ldx, w, NULL);
 
     return hx_op_matmul(c->dev, &a, err);
 }
@@ -91,15 +99,21 @@ static int kda_qkv(const hx_layer_call *c, const hx_kda *w, hx_layer_mem *mem,
                       err);
 }
 
-/* Log-decay and step size: g f32 [R, H, K], beta f32 [R, H]. */
+/* Log-decay, step size and output gate: g f32 [R, H, K], beta f32 [R, H], c->c f32
+ * [R, H K]. */
 static int kda_gates(const hx_layer_call *c, const hx_kda *w, hx_buf beta, hx_err *err)
 {
     const int64_t d = c->d->width, wide = c->d->kda_heads * c->d->kda_width;
+    const hx_buf f = c->small, z = floats_at(f, c->rows.n_row * w->f_a.n);
+    const hx_matmul_args b = product(c, beta, c->d->kda_heads, c->x, d, &w->b, NULL),
+                         g_a = product(c, z, w->g_a.n, c->x, d, &w->g_a, &b),
+                         f_a = product(c, f, w->f_a.n, c->x, d, &w->f_a, &g_a),
+                         g_b = product(c, c->c, wide, z, w->g_a.n, &w->g_b, NULL),
+                         f_b = product(c, c->g, wide, f, w->f_a.n, &w->f_b, &g_b);
     int rc;
 
-    if ((rc = linear(c, c->small, w->f_a.n, c->x, d, &w->f_a, err)) != 0 ||
-        (rc = linear(c, c->g, wide, c->small, w->f_a.n, &w->f_b, err)) != 0 ||
-        (rc = linear(c, beta, c->d->kda_heads, c->x, d, &w->b, err)) != 0)
+    if ((rc = hx_op_matmul(c->dev, &f_a, err)) != 0 ||
+        (rc = hx_op_matmul(c->dev, &f_b, err)) != 0)
         return rc;
     const hx_kda_gate_args gate = {
         .g = c->g,
@@ -145,14 +159,11 @@ int hx_layers_kda(const hx_layer_call *c, const hx_kda *w, hx_layer_mem *mem, hx
 {
     const int64_t h = c->d->kda_heads, k = c->d->kda_width, hk = h * k,
                   rows = c->rows.n_row;
-    const hx_buf beta = floats_at(c->small, rows * HX_MAX(w->f_a.n, w->g_a.n));
+    const hx_buf beta = floats_at(c->small, rows * (w->f_a.n + w->g_a.n));
     int rc;
 
-    if ((rc = fork_side(c, err)) != 0 || (rc = kda_gates(c, w, beta, err)) != 0 ||
-        (rc = linear(c, c->small, w->g_a.n, c->x, c->d->width, &w->g_a, err)) != 0 ||
-        (rc = linear(c, c->c, hk, c->small, w->g_a.n, &w->g_b, err)) != 0 ||
-        (rc = end_side(c, err)) != 0 || (rc = kda_qkv(c, w, mem, err)) != 0 ||
-        (rc = join_side(c, err)) != 0 || (rc = kda_delta(c, mem, beta, err)) != 0)
+    if ((rc = kda_gates(c, w, beta, err)) != 0 || (rc = kda_qkv(c, w, mem, err)) != 0 ||
+        (rc = kda_delta(c, mem, beta, err)) != 0)
         return rc;
     const hx_kda_out_args out = { .y = c->e,
                                   .o = c->e,
@@ -201,20 +212,22 @@ static int norm_rows(const hx_layer_call *c, hx_buf x, hx_buf w, int64_t dim, hx
     return hx_op_rmsnorm(c->dev, &a, err);
 }
 
-/* Compressed query, latent and index key of every row; latents and keys go to memory. */
-static int mla_project(const hx_layer_call *c, const hx_mla *w, hx_layer_mem *mem,
-                       const mla_rows *m, hx_err *err)
+/* Latent, index key and index weight of every row; latents and keys go to memory. */
+static int mla_remember(const hx_layer_call *c, const hx_mla *w, hx_layer_mem *mem,
+                        const mla_rows *m, hx_err *err)
 {
     const hx_desc *d = c->d;
+    const int64_t iw = d->index_width;
+    const hx_matmul_args weight = product(c, m->weight, d->index_heads, c->x, d->width,
+                                          &w->index_weight, NULL),
+                         gate = product(c, m->gate, iw, c->x, d->width, &w->index_gate,
+                                        &weight),
+                         key = product(c, m->key, iw, c->x, d->width, &w->index_k, &gate);
     int rc;
 
-    if ((rc = linear(c, m->qr, d->q_rank, c->x, d->width, &w->q_a, err)) != 0 ||
-        (rc = norm_rows(c, m->qr, w->q_norm, d->q_rank, err)) != 0 ||
-        (rc = linear(c, m->latent, d->latent, c->x, d->width, &w->kv_a, err)) != 0 ||
+    if ((rc = linear(c, m->latent, d->latent, c->x, d->width, &w->kv_a, err)) != 0 ||
         (rc = norm_rows(c, m->latent, w->kv_norm, d->latent, err)) != 0 ||
-        (rc = linear(c, m->key, d->index_width, c->x, d->width, &w->index_k, err)) != 0 ||
-        (rc = linear(c, m->gate, d->index_width, c->x, d->width, &w->index_gate, err)) !=
-            0)
+        (rc = hx_op_matmul(c->dev, &key, err)) != 0)
         return rc;
     const hx_layernorm_args ln = { .y = m->key,
                                    .x = m->key,
@@ -374,13 +387,14 @@ int hx_layers_mla(const hx_layer_call *c, const hx_mla *w, hx_layer_mem *mem, hx
     const int64_t stride = d->k_width + d->v_width;
     int rc;
 
-    if ((rc = mla_project(c, w, mem, &m, err)) != 0 ||
+    if ((rc = fork_side(c, err)) != 0 || (rc = mla_remember(c, w, mem, &m, err)) != 0 ||
+        (rc = end_side(c, err)) != 0 ||
+        (rc = linear(c, m.qr, d->q_rank, c->x, d->width, &w->q_a, err)) != 0 ||
+        (rc = norm_rows(c, m.qr, w->q_norm, d->q_rank, err)) != 0 ||
         (rc = linear(c, c->a, d->mla_heads * d->k_width, m.qr, d->q_rank, &w->q_b,
                      err)) != 0 ||
         (rc = linear(c, c->e, d->index_heads * d->index_width, m.qr, d->q_rank,
-                     &w->index_q, err)) != 0 ||
-        (rc = linear(c, m.weight, d->index_heads, c->x, d->width, &w->index_weight,
-                     err)) != 0)
+                     &w->index_q, err)) != 0)
         return rc;
     const hx_head_matmul_args absorb = { .y = c->b,
                                          .x = c->a,
@@ -404,7 +418,7 @@ int hx_layers_mla(const hx_layer_call *c, const hx_mla *w, hx_layer_mem *mem, hx
                                          .prefill = c->phase == HX_PHASE_PREFILL };
     mla_attend att = { .c = c, .mem = mem, .iq = c->e, .iw = m.weight };
     if ((rc = hx_op_head_matmul(c->dev, &absorb, err)) != 0 ||
-        (rc = attend(&att, err)) != 0 ||
+        (rc = join_side(c, err)) != 0 || (rc = attend(&att, err)) != 0 ||
         (rc = hx_op_head_matmul(c->dev, &expand, err)) != 0)
         return rc;
     return linear(c, c->y, d->width, c->a, d->mla_heads * d->v_width, &w->o, err);
