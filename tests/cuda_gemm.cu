@@ -256,12 +256,12 @@ static void checks(void)
                 check(HX_FMT_EXL3, 256, 512, k2, cb, false);
     check(HX_FMT_EXL3, 11 * 128 - 28, 1000, 6, HX_CB_MUL1, true);
     check(HX_FMT_EXL3, 384, 2048, 8, HX_CB_MCG, false);
-    check(HX_FMT_EXL3, 384, 2048, 6, HX_CB_MUL1, false, 64 * 2048 * 2 + 4096);
+    check(HX_FMT_EXL3, 384, 2048, 6, HX_CB_MUL1, false, 256 * 2048 * 2 + 4096);
     check(HX_FMT_EXL3, 256, 4096, 6, HX_CB_MUL1, false);
     for (hx_fmt f : { HX_FMT_F32, HX_FMT_F16, HX_FMT_BF16, HX_FMT_FP8 }) {
         check(f, 100, 300, 32, HX_CB_MUL1, true);
         check(f, 640, 1024, 32, HX_CB_MUL1, false);
-        check(f, 640, 1024, 32, HX_CB_MUL1, false, 700000);
+        check(f, 640, 1024, 32, HX_CB_MUL1, false, 1100000);
     }
 }
 

@@ -34,7 +34,7 @@ enum {
     MOST_STAGES = 6,
     MOST_SHARED = 200 << 10, /* bytes: with less a thread block takes 128 rows */
     K2_HALF = 32,            /* "twice the bits" of an image */
-    ONCE_ROWS = 2048,        /* so many: EXL3 becomes an image first */
+    ONCE_ROWS = 2048,        /* so many: EXL3 becomes an image first, on Hopper */
     ONCE_OUTPUTS = 2048,     /* if work memory takes that much of it */
     ONCE_BYTES = 96 << 20,   /* of it at a time */
     SHARE = 2,               /* thread blocks of a cluster on Hopper */
@@ -501,8 +501,9 @@ HX_DEVICE void drained(const gemm &p, const pipe &s, int at)
         hx_bar_arrive_at(s.empty + 8 * at, lane);
 }
 
-/* The last warp keeps the stages full; one thread of it where copies are counted, for each
- * thread would copy in turn: 1,400 cycles a stage of eight copies (H200). */
+/* The last warp keeps the stages full; one thread of it where copies are counted, for the
+ * lanes of a warp would copy in turn: eight a stage kept the others waiting a third of their
+ * time (H200). */
 template <int N> HX_DEVICE void produce(const gemm &p, pipe s)
 {
     const int share = p.share, rank = rank_of(p);
@@ -1319,7 +1320,8 @@ static cudaError_t launch_rows(gemm *p, const hx_cuda_work *w, int64_t blocks,
     if (rc != cudaSuccess)
         return rc;
     if constexpr (!std::is_same_v<F, halves>)
-        if (l.share > 1 && p->block == NULL && p->rows <= FEW_ROWS && p->block_rows == 0)
+        if (l.share > 1 && p->block == NULL && p->rows <= FEW_ROWS &&
+            p->block_rows == 0 && p->groups * FEW_SHARE <= w->n_sm)
             return launch_few<F>(*p, w, stream);
     const int n = p->block_rows > 0 ? p->block_rows : choose_rows(p, w->n_sm, l.block);
     p->share = p->groups > 1 ? l.share : 1;
@@ -1425,7 +1427,7 @@ size_t hx_cuda_many_bytes(const hx_mat *w, int64_t rows)
 
 /* Rows, and outputs that become an image, that go together; no outputs: EXL3 as it is. */
 static cudaError_t fit(const hx_cuda_many *a, int64_t *rows, int64_t *outputs,
-                       size_t bytes)
+                       size_t bytes, bool hopper)
 {
     const int64_t k_pad = up_128(a->w->k), n_pad = up_128(a->w->n);
     const bool exl3 = a->w->fmt == HX_FMT_EXL3;
@@ -1443,7 +1445,7 @@ static cudaError_t fit(const hx_cuda_many *a, int64_t *rows, int64_t *outputs,
         *rows = *rows > 2 * MOST_ROWS ? (*rows / 2 + 255) / 256 * 256 : *rows / 2;
     if (rows_bytes(*rows, k_pad) > left)
         return cudaErrorInvalidValue;
-    if (exl3 && (a->once > 0 || (a->once == 0 && *rows >= ONCE_ROWS))) {
+    if (exl3 && (a->once > 0 || (a->once == 0 && hopper && *rows >= ONCE_ROWS))) {
         left = HX_MIN(left - rows_bytes(*rows, k_pad), (size_t)ONCE_BYTES);
         for (int64_t turns = 1; *outputs == 0 && n_pad / turns >= GROUP; turns++)
             if (halves_bytes(up_128(hx_ceil_div(n_pad, turns)), k_pad) <= left)
@@ -1534,8 +1536,11 @@ cudaError_t hx_cuda_rows_many(const hx_cuda_many *a, const hx_cuda_work *w,
                               cudaStream_t stream)
 {
     int64_t rows = HX_MIN(a->rows, (int64_t)1 << 24), outputs;
-    cudaError_t rc = fit(a, &rows, &outputs, w->bytes);
+    limits l = {};
+    cudaError_t rc = limits_of(&l);
 
+    if (rc == cudaSuccess)
+        rc = fit(a, &rows, &outputs, w->bytes, l.share > 1);
     for (int64_t r = 0; r < a->rows && rc == cudaSuccess; r += rows)
         rc = multiply_rows(a, r, HX_MIN(rows, a->rows - r), outputs, w, stream);
     return rc;
