@@ -42,7 +42,9 @@ static void open_part(hx_engine **e, int64_t slots)
         hx_model *m;
 
         assert_int_equal(hx_model_open(&m, model, NULL, NULL, &err), 0);
-        assert_int_equal(hx_store_bytes(m, &record) / record, n_all);
+        const uint64_t all = hx_store_bytes(m, &record);
+
+        assert_int_equal(all / record, n_all);
         hx_model_close(m);
     }
     if (slots > 0)
