@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <algorithm>
 #include <vector>
 
 #include "dev/cuda_dev.h"
@@ -232,16 +233,14 @@ template <int I, auto OP, typename R, typename... A> struct timing<I, OP, R (*)(
     }
 };
 
+/* clang-format off */
 #define PROFILED(X)                                                                      \
-    X(0, open)                                                                           \
-    X(1, alloc)                                                                          \
-    X(2, free)                                                                           \
-    X(3, put)                                                                            \
-    X(4, zero) X(5, transpose) X(6, scale) X(7, subtract) X(8, times) X(9, get_diag)     \
-        X(10, put_diag) X(11, dot_rows) X(12, dot_columns) X(13, rotate_right)           \
-            X(14, rotate_left) X(15, mul) X(16, gram) X(17, factor) X(18, solve)         \
-                X(19, normalise) X(20, tiles) X(21, search) X(22, feed) X(23, close)     \
-                    X(24, get) X(25, copy)
+    X(0, open) X(1, alloc) X(2, free) X(3, put) X(4, zero) X(5, transpose) X(6, scale)   \
+    X(7, subtract) X(8, times) X(9, get_diag) X(10, put_diag) X(11, dot_rows)            \
+    X(12, dot_columns) X(13, rotate_right) X(14, rotate_left) X(15, mul) X(16, gram)     \
+    X(17, factor) X(18, solve) X(19, normalise) X(20, tiles) X(21, search) X(22, feed)   \
+    X(23, close) X(24, get) X(25, copy)
+/* clang-format on */
 
 static void profile(void)
 {
