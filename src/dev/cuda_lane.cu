@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(THREADS) plan_picks(const __grid_constant__ pl
     if (!a.lane)
         return;
     if (threadIdx.x == 0)
-        a.to.sent[1] = take > 0;
+        a.to.sent->out = take > 0;
     if (take == 0)
         return;
     for (int64_t i = threadIdx.x; i < a.rows * a.dim; i += THREADS)
@@ -93,8 +93,9 @@ __global__ void __launch_bounds__(THREADS) plan_picks(const __grid_constant__ pl
     __threadfence_system();
     __syncthreads();
     if (threadIdx.x == 0) {
-        const uint32_t job = ++a.to.sent[0];
+        const uint32_t job = ++a.to.sent->jobs;
 
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(a.to.sent->ns));
         asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(&a.to.box->posted),
                      "r"(job)
                      : "memory");

@@ -111,8 +111,10 @@ static void *lane_run(void *ud)
             pthread_mutex_unlock(&h->lock);
             store(&l->box->failed, l->box->failed + 1);
         }
-        store(&l->box->done, last);
-        atomic_fetch_add(&h->busy_us, hx_now_us() - start);
+        const int64_t us = hx_now_us() - start;
+
+        __atomic_store_n(&l->box->answer, (uint64_t)us << 32 | last, __ATOMIC_RELEASE);
+        atomic_fetch_add(&h->busy_us, us);
     }
     return NULL;
 }
@@ -138,7 +140,7 @@ static int open_memory(hx_lane *l, hx_dev *dev, hx_err *err)
     int rc;
 
     if ((rc = hx_dev_shared(dev, &l->host->shared, at, err)) != 0 ||
-        (rc = hx_dev_alloc(dev, &l->sent, 2 * sizeof(uint32_t), err)) != 0)
+        (rc = hx_dev_alloc(dev, &l->sent, sizeof(hx_lane_sent), err)) != 0)
         return rc;
     char *p = l->host->shared.p;
     l->box = (hx_lane_box *)(void *)(p + box);
@@ -234,12 +236,17 @@ void hx_lane_rest(hx_lane *l)
 int hx_lane_late(hx_lane *l, hx_err *err)
 {
     struct hx_lane_host *h = l->host;
-    const uint32_t late = load(&l->box->late), failed = load(&l->box->failed);
+    const uint32_t late = load(&l->box->told.late), failed = load(&l->box->failed);
     const bool was_late = late != h->late, was_failed = failed != h->failed;
+    static const uint32_t none;
     int rc = 0;
 
     h->late = late;
     h->failed = failed;
+    if (was_late &&
+        (rc = hx_dev_put(h->dev, hx_buf_at(l->sent, offsetof(hx_lane_sent, late)), &none,
+                         sizeof none, err)) != 0)
+        return rc;
     if (was_failed) {
         pthread_mutex_lock(&h->lock);
         rc = hx_fail(err, HX_EDEVICE, "cpu lane: %.200s", h->err.msg);
@@ -258,14 +265,20 @@ int hx_lane_threads(const hx_lane *l)
     return hx_pool_size(l->host->cpu->pool);
 }
 
-int64_t hx_lane_wait_us(const hx_lane *l)
+static int64_t us_of(const uint64_t *ns)
 {
-    return (int64_t)(__atomic_load_n(&l->box->wait_ns, __ATOMIC_RELAXED) / 1000);
+    return (int64_t)(__atomic_load_n(ns, __ATOMIC_RELAXED) / 1000);
 }
 
-int64_t hx_lane_busy_us(const hx_lane *l)
+void hx_lane_report(const hx_lane *l, hx_experts *out)
 {
-    return atomic_load(&l->host->busy_us);
+    const hx_lane_sent *t = &l->box->told;
+
+    out->wait_us = us_of(&t->wait_ns);
+    out->post_us = us_of(&t->post_ns);
+    out->lane_us = atomic_load(&l->host->busy_us);
+    out->jobs = load(&t->jobs);
+    out->awaited = load(&t->awaited);
 }
 
 int hx_lane_time(hx_lane *l, int32_t layer, const int32_t *id, int64_t n, int64_t rows,
@@ -345,8 +358,8 @@ int hx_lane_plan(hx_dev *d, const hx_plan_args *a, hx_err *err)
     }
     if (a->lane == NULL)
         return 0;
-    uint32_t *sent = a->lane->sent.p;
-    sent[1] = post;
+    hx_lane_sent *sent = a->lane->sent.p;
+    sent->out = post;
     if (!post)
         return 0;
     hx_lane_box *box = a->lane->box;
@@ -355,30 +368,41 @@ int hx_lane_plan(hx_dev *d, const hx_plan_args *a, hx_err *err)
     box->active = (int32_t)a->active;
     memcpy(a->lane->id, there, picks * sizeof *there);
     memcpy(a->lane->x, a->x.p, (size_t)(a->rows * a->dim) * sizeof(float));
-    store(&box->posted, ++sent[0]);
+    sent->ns = 1000 * (uint64_t)hx_now_us();
+    store(&box->posted, ++sent->jobs);
     return 0;
 }
 
 void hx_lane_take(const hx_combine_args *a)
 {
     const hx_lane *l = a->lane;
-    const uint32_t *sent = l->sent.p;
+    hx_lane_sent *sent = l->sent.p;
     const int32_t *there = a->there.p;
     const size_t row = (size_t)a->dim * sizeof(float);
     const int64_t start = hx_now_us();
+    uint64_t answer;
+    uint32_t i = 1;
 
-    if (!sent[1])
+    if (!sent->out || sent->late != 0)
         return;
-    for (uint32_t i = 1; load(&l->box->done) != sent[0]; i++) {
+    for (; (uint32_t)(answer = __atomic_load_n(&l->box->answer, __ATOMIC_ACQUIRE)) !=
+           sent->jobs;
+         i++) {
         if (i % 256 != 0)
             continue;
         sched_yield();
         if (hx_now_us() - start > l->deadline_us) {
-            store(&l->box->late, l->box->late + 1);
+            store(&l->box->told.late, ++sent->late);
             return;
         }
     }
-    l->box->wait_ns += 1000 * (uint64_t)(hx_now_us() - start);
+    const uint64_t now = 1000 * (uint64_t)hx_now_us();
+    sent->wait_ns += now - 1000 * (uint64_t)start;
+    if (i > 1) {
+        sent->awaited++;
+        sent->post_ns += hx_lane_post_ns(now - sent->ns, answer);
+    }
+    l->box->told = *sent;
     for (int64_t p = 0; p < a->rows * a->active; p++)
         if (there[p] >= 0)
             memcpy((char *)a->part.p + (size_t)p * row, l->y + p * a->dim, row);

@@ -795,8 +795,8 @@ void hx_store_report(const hx_store *s, hx_experts *out)
     out->n_slot = s->n_all_slot;
     out->n_expert = s->n_moe * (int32_t)s->n_expert;
     out->expert_bytes = s->record_bytes;
-    out->wait_us = s->lane != NULL ? hx_lane_wait_us(s->lane) : 0;
-    out->lane_us = s->lane != NULL ? hx_lane_busy_us(s->lane) : 0;
+    if (s->lane != NULL)
+        hx_lane_report(s->lane, out);
     out->us[0] = (double)r->here_us;
     out->us[1] = (double)r->link_us;
     out->us[2] = (double)r->lane_us;
