@@ -108,6 +108,10 @@ typedef struct {
     cudaStream_t stream, copies; /* operations, pushes */
     cudaEvent_t mark[HX_CUDA_MARKS], hold;
     uint64_t n_mark;
+    struct {
+        cudaStream_t stream;
+        cudaEvent_t begin, end;
+    } ahead;       /* fetches */
     char *scratch; /* device memory, 256-byte aligned */
     size_t scratch_bytes;
     int *ticket; /* device memory, [n_ticket], zero between launches */

@@ -314,6 +314,31 @@ static int by_cost(const void *a, const void *b)
     return hx_plan_before(x->rows, x->id, y->rows, y->id) ? -1 : 1;
 }
 
+/* Picked experts of the fetch for this layer stay here; all of it has come already. */
+static void keep_fetched(const hx_plan_args *a, uint8_t *side, const int32_t *count)
+{
+    hx_ahead_state *s = a->ahead->state.p;
+    const hx_ahead_list *l = &s->list[a->layer & 1];
+    const int32_t *resident = a->resident.p;
+
+    hx_plan_restore(s, a->layer);
+    for (int k = 0; a->fetched && k < l->n; k++) {
+        const int32_t e = l->id[k];
+        const bool wanted = count[e] > 0 && resident[e] < 0;
+
+        s->count.named++;
+        s->count.picked += wanted;
+        s->count.used += wanted;
+        s->count.pieces += l->part[k];
+        s->count.vain += wanted ? 0 : l->part[k];
+        if (!wanted)
+            continue;
+        side[e] = HX_SIDE_AHEAD;
+        hx_plan_keep(s, a->ahead, a->at.p, a->layer, k);
+    }
+    *(hx_ahead_counts *)a->ahead->told.p = s->count;
+}
+
 /* Marks in side[E] where each picked expert goes; returns whether the lane has work. */
 static bool choose_sides(const hx_plan_args *a, uint8_t *side, int32_t *count)
 {
@@ -324,16 +349,19 @@ static bool choose_sides(const hx_plan_args *a, uint8_t *side, int32_t *count)
 
     for (int64_t p = 0; p < a->rows * a->active; p++)
         count[id[p]]++;
-    for (int32_t e = 0; e < a->n_expert; e++) {
+    for (int32_t e = 0; e < a->n_expert; e++)
         side[e] = resident[e] >= 0 ? HX_SIDE_HERE : HX_SIDE_LINK;
-        n_here += count[e] > 0 && side[e] == HX_SIDE_HERE;
+    if (a->ahead != NULL)
+        keep_fetched(a, side, count);
+    for (int32_t e = 0; e < a->n_expert; e++) {
+        n_here += count[e] > 0 && side[e] != HX_SIDE_LINK;
         if (count[e] > 0 && side[e] == HX_SIDE_LINK)
             missing[n++] = (miss) { count[e], e };
     }
     qsort(missing, (size_t)n, sizeof *missing, by_cost);
     for (int i = 0; i < n; i++)
         rows[i] = missing[i].rows;
-    const int take = hx_plan_lane(&a->rates, rows, n, n_here);
+    const int take = hx_plan_lane(&a->rates, rows, n, n_here, 0);
     for (int i = 0; i < take; i++)
         side[missing[i].id] = HX_SIDE_LANE;
     return take > 0;
@@ -406,4 +434,23 @@ void hx_lane_take(const hx_combine_args *a)
     for (int64_t p = 0; p < a->rows * a->active; p++)
         if (there[p] >= 0)
             memcpy((char *)a->part.p + (size_t)p * row, l->y + p * a->dim, row);
+}
+
+void hx_lane_fetch(const hx_fetch_args *a)
+{
+    const int n = (int)HX_MIN(a->rows * a->active, HX_PLAN_MAX_PICK);
+    hx_ahead_state *s = a->to->state.p;
+    hx_ahead_list *l = &s->list[a->layer & 1];
+    const hx_lease *at = a->at.p;
+    int32_t pick[HX_PLAN_MAX_PICK];
+
+    for (int i = 0; i < n; i++)
+        pick[i] = hx_plan_predicted(a->id.p, a->resident.p, at, (int)a->rows,
+                                    (int)a->active, i);
+    l->n = hx_plan_fetch(pick, n, l->id);
+    for (int k = 0; k < l->n; k++) {
+        memcpy((char *)a->to->slots.p + (size_t)k * a->to->record_bytes,
+               at[l->id[k]].gate.trellis, a->to->record_bytes);
+        l->part[k] = hx_plan_pieces(a->to->record_bytes);
+    }
 }

@@ -81,9 +81,10 @@ void hx_lane_report(const hx_lane *l, hx_experts *out);
 int hx_lane_time(hx_lane *l, int32_t layer, const int32_t *id, int64_t n, int64_t rows,
                  double *us, hx_err *err);
 
-/* plan and the waiting of combine where the device is the host: ref.c, cpu.c. */
+/* plan, the waiting of combine and fetch where the device is the host: ref.c, cpu.c, ops.c. */
 int hx_lane_plan(hx_dev *d, const hx_plan_args *a, hx_err *err);
 void hx_lane_take(const hx_combine_args *a); /* the lane's rows into a->part */
+void hx_lane_fetch(const hx_fetch_args *a);
 
 #ifdef __cplusplus
 }

@@ -604,6 +604,9 @@ static void check_plan(check *c, const hx_plan_args *a)
     dense(c, "x", a->x, a->rows, a->dim, 1);
     dense(c, "resident", a->resident, a->n_expert, 1, 1);
     ids_in(c, "id", a->id, a->rows * a->active, 0, a->n_expert);
+    if (a->ahead != NULL && a->at.n / sizeof(hx_lease) < (size_t)a->n_expert)
+        REFUSE(c, "plan: at has %zu bytes for %lld experts", a->at.n,
+               (long long)a->n_expert);
     if (a->rows * a->active > HX_PLAN_MAX_PICK)
         REFUSE(c, "plan: %lld rows of %lld picks, at most %d picks go in a call",
                (long long)a->rows, (long long)a->active, HX_PLAN_MAX_PICK);
@@ -1002,6 +1005,15 @@ int hx_dev_push(hx_dev *d, hx_buf to, const void *from, size_t bytes, hx_err *er
     hx_assert(bytes <= to.n);
     return d->ops->link != NULL ? d->ops->link->push(d, to, from, bytes, err)
                                 : hx_dev_put(d, to, from, bytes, err);
+}
+
+int hx_dev_fetch(hx_dev *d, const hx_fetch_args *a, hx_err *err)
+{
+    hx_assert(a->to->slots.n >= HX_AHEAD_SLOTS * a->to->record_bytes);
+    if (d->ops->link != NULL)
+        return d->ops->link->fetch(d, a, err);
+    hx_lane_fetch(a);
+    return 0;
 }
 
 int hx_dev_push_mark(hx_dev *d, uint64_t *ticket, hx_err *err)

@@ -301,7 +301,8 @@ typedef struct {
     hx_buf part;       /* f32 [R, A, D] outputs of experts */
     hx_buf route_id, route_w, route_score;
     hx_store *store; /* NULL: experts are read where the model says */
-    hx_buf drawn; /* i32 [n_layer, R, A] picks instead of the router\'s; p NULL: none */
+    hx_buf drawn; /* i32 [2, n_layer, R, A] picks, and such as are predicted for a layer,
+                   * instead of the router's; p NULL: none */
     hx_buf score, pick, n_pick; /* indexer: f32 [score_rows, ld], i32 [score_rows, k] */
     int64_t score_rows, ld_score;
     hx_tap_fn *tap;

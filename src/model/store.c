@@ -570,6 +570,9 @@ int hx_store_plan(hx_store *s, int64_t layer, int64_t rows, hx_buf id, hx_buf x,
                              .resident =
                                  layer_row(s, s->resident, layer, sizeof(int32_t)),
                              .lane = s->lane,
+                             .ahead = s->ahead.to.slots.p != NULL ? &s->ahead.to : NULL,
+                             .fetched = s->ahead.layer == layer,
+                             .at = layer_row(s, s->at, layer, sizeof(hx_lease)),
                              .rows = rows,
                              .active = s->n_active,
                              .n_expert = s->n_expert,
@@ -597,10 +600,12 @@ static void count_layer(hx_store *s, int64_t layer, int64_t picks, int64_t *want
                         int64_t *n_wanted)
 {
     const int32_t *log = (const int32_t *)s->log.p + layer * s->max_pick;
-    int64_t *const by_side[] = { &s->stats.here, &s->stats.link, &s->stats.lane };
+    int64_t *const by_side[] = { &s->stats.here, &s->stats.link, &s->stats.lane,
+                                 &s->stats.ahead };
     static const hx_counter counter[] = { HX_C_experts_here_total,
                                           HX_C_experts_link_total,
-                                          HX_C_experts_lane_total };
+                                          HX_C_experts_lane_total,
+                                          HX_C_experts_ahead_total };
 
     s->stats.picks += picks;
     for (int64_t p = 0; p < picks; p++) {
@@ -610,7 +615,7 @@ static void count_layer(hx_store *s, int64_t layer, int64_t picks, int64_t *want
 
         for (int64_t o = 0; o < p && !again; o++)
             again = (log[o] & 0xFFFFFF) == id;
-        if (again || id >= s->n_expert || side > HX_SIDE_LANE)
+        if (again || id >= s->n_expert || side > HX_SIDE_AHEAD)
             continue;
         ++*by_side[side];
         hx_count(counter[side], 1);
@@ -797,6 +802,7 @@ void hx_store_report(const hx_store *s, hx_experts *out)
     out->expert_bytes = s->record_bytes;
     if (s->lane != NULL)
         hx_lane_report(s->lane, out);
+    hx_ahead_report(s, out);
     out->us[0] = (double)r->here_us;
     out->us[1] = (double)r->link_us;
     out->us[2] = (double)r->lane_us;
@@ -927,6 +933,7 @@ int hx_store_open(hx_store **out, hx_model *m, hx_dev *dev, const hx_store_opt *
         goto fail;
     }
     if ((rc = check(s, opt, bytes, err)) != 0 ||
+        (rc = hx_ahead_open(s, opt->max_rows, err)) != 0 ||
         (rc = hx_pool_open(&pool, hx_sys_n_cpu(), NULL, err)) != 0 ||
         (rc = gather(s, pool, err)) != 0 || (rc = lock_memory(s, pool, err)) != 0 ||
         (rc = hx_clock_open(&s->clock, d->n_layer * d->n_expert, s->n_all_slot, err)) !=
@@ -955,6 +962,7 @@ void hx_store_close(hx_store *s)
     if (s == NULL)
         return;
     hx_lane_close(s->lane);
+    hx_ahead_close(s);
     for (int i = 0; s->stage != NULL && i < 2; i++) {
         hx_dev_free(s->dev, &s->stage[i].at);
         hx_dev_unshared(s->dev, &s->stage[i].shared);

@@ -47,6 +47,12 @@ typedef struct hx_store {
     int32_t n_all_slot;     /* slots when none are lent */
     int32_t *was, n_was; /* [2 E] tenants of lent slots; how many are still to return */
     int lent_steps;      /* decode steps until lent slots are given back */
+    struct {
+        hx_ahead to; /* slots.p NULL: none are fetched */
+        hx_buf shared;
+        hx_buf id, w, score; /* of the router that predicts, as in hx_router_args */
+        int64_t layer;       /* for which a fetch is under way; -1: none */
+    } ahead;
     hx_experts stats;
 } hx_store;
 
@@ -67,6 +73,16 @@ int hx_store_plan(hx_store *s, int64_t layer, int64_t rows, hx_buf id, hx_buf x,
 void hx_store_begin(hx_store *s);
 int hx_store_end(hx_store *s, int64_t rows, hx_err *err);
 void hx_store_report(const hx_store *s, hx_experts *out);
+
+/* ahead.c: experts of the next layer, fetched while the link is idle: after moe of a decode
+ * layer, when all that is read in place has been read. */
+int hx_ahead_open(hx_store *s, int64_t max_rows, hx_err *err);
+void hx_ahead_close(hx_store *s);
+void hx_ahead_report(const hx_store *s, hx_experts *out);
+/* Whether layer + 1 is predicted in layer. */
+bool hx_ahead_after(const hx_store *s, int64_t layer);
+/* id i32 [R, A]: picks of layer + 1 as predicted. */
+int hx_ahead_fetch(hx_store *s, int64_t layer, int64_t rows, hx_buf id, hx_err *err);
 /* Before moe of a prefill layer: long calls have the layer's experts brought to device
  * memory one layer ahead. Fills moe->at. */
 int hx_store_prefill(hx_store *s, int64_t layer, int64_t rows, hx_moe_args *moe,
