@@ -108,10 +108,6 @@ typedef struct {
     cudaStream_t stream, copies; /* operations, pushes */
     cudaEvent_t mark[HX_CUDA_MARKS], hold;
     uint64_t n_mark;
-    struct {
-        cudaStream_t stream;
-        cudaEvent_t begin, end;
-    } ahead;       /* fetches */
     char *scratch; /* device memory, 256-byte aligned */
     size_t scratch_bytes;
     int *ticket; /* device memory, [n_ticket], zero between launches */
@@ -129,6 +125,10 @@ typedef struct {
     size_t stage_bytes; /* of each */
     int next_stage;
     struct hx_cuda_tables *tables; /* cuda_product.cu: where experts lie */
+    struct {
+        cudaStream_t stream;
+        cudaEvent_t begin, end;
+    } ahead; /* fetches */
 } hx_cuda;
 
 static inline hx_cuda *hx_cuda_of(const hx_dev *d)
