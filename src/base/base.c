@@ -1021,7 +1021,7 @@ typedef struct {
  * workers: one that sleeps or lost its CPU delays nothing. */
 struct hx_pool {
     int n;
-    _Atomic int64_t spin_us, yield_us;
+    _Atomic int64_t spin_us;
     pool_worker *worker; /* [n - 1] */
     int *cpu;            /* [n] or NULL */
     bool pinned;         /* the caller: */
@@ -1068,7 +1068,7 @@ static bool pool_spin(hx_pool *p, bool (*ready)(hx_pool *p))
                 return true;
         }
         spent = hx_now_us() - begin;
-        if (spent >= p->yield_us)
+        if (spent >= YIELD_US)
             sched_yield();
     } while (spent < p->spin_us);
     return false;
@@ -1296,7 +1296,6 @@ int hx_pool_open(hx_pool **out, int n_threads, const char *cpus, hx_err *err)
     }
     /* Threads without a CPU of their own would spin in the way of those that work. */
     p->spin_us = n_threads <= n_cpu ? SPIN_US : 0;
-    p->yield_us = YIELD_US;
     /* Signals are for the threads of the program, which expects them there. */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -1332,10 +1331,8 @@ void hx_pool_close(hx_pool *p)
 
 void hx_pool_set_spin(hx_pool *p, int64_t spin_us)
 {
-    if (p == NULL || p->spin_us == 0)
-        return;
-    p->spin_us = spin_us;
-    p->yield_us = HX_MAX(spin_us / 8, YIELD_US);
+    if (p != NULL && p->spin_us > 0)
+        p->spin_us = spin_us;
 }
 
 int hx_pool_size(const hx_pool *p)

@@ -192,8 +192,7 @@ int hx_pool_size(const hx_pool *p); /* 1 for NULL */
  * runs here. Workers spin shortly before they sleep. */
 void hx_pool_run(hx_pool *p, int64_t n, int64_t grain, hx_pool_fn *fn, void *ud);
 /* How long workers spin for the next run before they sleep, where each has a CPU to
- * itself; before the first run. For the first eighth they keep their CPU. Default: as
- * between the operations of a step. */
+ * itself; before the first run. Default: as between the operations of a step. */
 void hx_pool_set_spin(hx_pool *p, int64_t spin_us);
 
 /* ---- counters -------------------------------------------------------- */

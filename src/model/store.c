@@ -438,10 +438,8 @@ static int time_device(hx_store *s, const trial *t, const int32_t *id, int64_t n
     return rc;
 }
 
-/* Microseconds from plan to the end of combine, when the lane has one expert to do or, with
- * lane_us 0, nothing. */
-static int time_round(hx_store *s, const trial *t, int32_t id, float lane_us, double *us,
-                      hx_err *err)
+/* Microseconds that posting a job and seeing its answer take beside the lane's own time. */
+static int time_post(hx_store *s, const trial *t, int32_t id, float *us, hx_err *err)
 {
     const hx_rates kept = s->rates;
     hx_moe_args moe = { 0 };
@@ -458,18 +456,24 @@ static int time_round(hx_store *s, const trial *t, int32_t id, float lane_us, do
     for (int64_t i = 0; i < s->n_active; i++)
         same[i] = id;
     rc = hx_dev_put(s->dev, t->id, same, (size_t)s->n_active * sizeof *same, err);
-    s->rates = (hx_rates) { .link_us = 1e6f, .lane_us = lane_us };
-    *us = 1e12;
+    s->rates = (hx_rates) { .link_us = 1e6f, .lane_us = 1 };
+    *us = 1e6f;
     hx_store_begin(s);
     for (int i = 0; i < TRIES && rc == 0; i++) {
-        const int64_t start = hx_now_us();
+        hx_experts before = { 0 }, after = { 0 };
 
+        hx_lane_report(s->lane, &before);
         if ((rc = hx_store_plan(s, t->layer, 1, t->id, t->x, &moe, &c, err)) == 0 &&
-            (rc = hx_op_combine(s->dev, &c, err)) == 0 && (rc = wait_device(s, err)) == 0)
-            *us = HX_MIN(*us, (double)(hx_now_us() - start));
+            (rc = hx_op_combine(s->dev, &c, err)) == 0)
+            rc = wait_device(s, err);
+        hx_lane_report(s->lane, &after);
+        if (after.awaited > before.awaited)
+            *us = HX_MIN(*us, (float)(after.post_us - before.post_us));
     }
     hx_lane_rest(s->lane);
     s->rates = kept;
+    if (*us > 1e5f) /* answers were there at once */
+        *us = 0;
     return rc != 0 ? rc : hx_lane_late(s->lane, err);
 }
 
@@ -502,25 +506,27 @@ static int time_each(hx_store *s, const trial *t, bool resident, float *us, hx_e
     return 0;
 }
 
+/* One expert alone takes longer than one more does: that goes to the post. */
 static int time_lane(hx_store *s, const trial *t, hx_err *err)
 {
     hx_rates *r = &s->rates;
     const int64_t few = HX_MIN(4, s->max_pick / s->n_active);
-    double none, one, all, more;
+    const int32_t layer = (int32_t)t->layer;
+    double one, all, more;
     int32_t id[64];
     int64_t n = some(s, t, false, id, HX_MIN(s->n_active, 64));
     int rc;
 
     if (s->lane == NULL || n < 2)
         return 0;
-    if ((rc = time_round(s, t, id[0], 0, &none, err)) != 0 ||
-        (rc = time_round(s, t, id[0], 1, &one, err)) != 0 ||
-        (rc = hx_lane_time(s->lane, (int32_t)t->layer, id, n, 1, &all, err)) != 0 ||
-        (rc = hx_lane_time(s->lane, (int32_t)t->layer, id, n, few, &more, err)) != 0)
+    if ((rc = time_post(s, t, id[0], &r->post_us, err)) != 0 ||
+        (rc = hx_lane_time(s->lane, layer, id, 1, 1, &one, err)) != 0 ||
+        (rc = hx_lane_time(s->lane, layer, id, n, 1, &all, err)) != 0 ||
+        (rc = hx_lane_time(s->lane, layer, id, n, few, &more, err)) != 0)
         return rc;
-    r->lane_us = (float)(all / (double)n);
+    r->lane_us = (float)HX_MAX((all - one) / (double)(n - 1), 0.1);
     r->row_us = (float)(few > 1 ? HX_MAX(more - all, 0) / (double)(n * (few - 1)) : 0);
-    r->post_us = (float)HX_MAX(one - none - all / (double)n, 0);
+    r->post_us += (float)HX_MAX(one - (double)r->lane_us, 0);
     return 0;
 }
 
