@@ -128,7 +128,9 @@ typedef struct {
     struct {
         cudaStream_t stream;
         cudaEvent_t begin, end;
-    } ahead; /* fetches */
+    } ahead;            /* fetches */
+    cudaEvent_t now[2]; /* marks, in turn */
+    uint64_t n_now;
 } hx_cuda;
 
 static inline hx_cuda *hx_cuda_of(const hx_dev *d)

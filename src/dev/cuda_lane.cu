@@ -404,6 +404,40 @@ static int link_hold_push(hx_dev *d, hx_err *err)
     return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "push", rc);
 }
 
+/* ---- marks ------------------------------------------------------------------ */
+
+static int link_bring(hx_dev *d, void *to, hx_buf from, size_t bytes, hx_err *err)
+{
+    const cudaError_t rc =
+        cudaMemcpyAsync(to, from.p, bytes, cudaMemcpyDeviceToHost, current(d)->stream);
+
+    return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "bring", rc);
+}
+
+static int link_copy(hx_dev *d, hx_buf to, hx_buf from, size_t bytes, hx_err *err)
+{
+    const cudaError_t rc = cudaMemcpyAsync(to.p, from.p, bytes, cudaMemcpyDeviceToDevice,
+                                           current(d)->stream);
+
+    return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "copy", rc);
+}
+
+static int link_mark(hx_dev *d, uint64_t *ticket, hx_err *err)
+{
+    hx_cuda *c = current(d);
+
+    *ticket = ++c->n_now;
+    const cudaError_t rc = cudaEventRecord(c->now[*ticket % 2], c->stream);
+    return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "mark", rc);
+}
+
+static int link_reach(hx_dev *d, uint64_t ticket, hx_err *err)
+{
+    const cudaError_t rc = cudaEventSynchronize(current(d)->now[ticket % 2]);
+
+    return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "mark", rc);
+}
+
 /* ---- beside the stream ------------------------------------------------------------ */
 
 template <class T> static void swap(T &a, T &b)
@@ -528,6 +562,9 @@ int hx_cuda_link_open(hx_cuda *c, hx_err *err)
         rc = cudaEventCreateWithFlags(&c->mark[i], cudaEventDisableTiming);
     if (rc == cudaSuccess)
         rc = cudaEventCreateWithFlags(&c->hold, cudaEventDisableTiming);
+    for (int i = 0; i < 2 && rc == cudaSuccess; i++)
+        rc = cudaEventCreateWithFlags(&c->now[i],
+                                      cudaEventDisableTiming | cudaEventBlockingSync);
     if (rc == cudaSuccess)
         rc = cudaStreamCreateWithFlags(&c->ahead.stream, cudaStreamNonBlocking);
     if (rc == cudaSuccess)
@@ -548,6 +585,9 @@ void hx_cuda_link_close(hx_cuda *c)
             cudaEventDestroy(c->mark[i]);
     if (c->hold != NULL)
         cudaEventDestroy(c->hold);
+    for (int i = 0; i < 2; i++)
+        if (c->now[i] != NULL)
+            cudaEventDestroy(c->now[i]);
     if (c->ahead.stream != NULL)
         cudaStreamDestroy(c->ahead.stream);
     if (c->ahead.begin != NULL)
@@ -566,9 +606,10 @@ void hx_cuda_link_close(hx_cuda *c)
         cudaFree(c->side.ticket);
 }
 
-const hx_dev_link hx_cuda_link = { link_memory,    link_pin,       link_unpin,
-                                   link_shared,    link_unshared,  link_push,
-                                   link_push_mark, link_pushed,    link_await_push,
-                                   link_hold_push, link_fetch,     link_side,
-                                   link_join,      link_record,    link_record_end,
-                                   link_replay,    link_graph_free };
+const hx_dev_link hx_cuda_link = { link_memory,     link_pin,      link_unpin,
+                                   link_shared,     link_unshared, link_push,
+                                   link_push_mark,  link_pushed,   link_await_push,
+                                   link_hold_push,  link_bring,    link_copy,
+                                   link_mark,       link_reach,    link_fetch,
+                                   link_side,       link_join,     link_record,
+                                   link_record_end, link_replay,   link_graph_free };

@@ -550,6 +550,10 @@ typedef struct hx_dev_link {
     bool (*pushed)(hx_dev *, uint64_t ticket);
     int (*await_push)(hx_dev *, uint64_t ticket, hx_err *);
     int (*hold_push)(hx_dev *, hx_err *);
+    int (*bring)(hx_dev *, void *to, hx_buf from, size_t bytes, hx_err *);
+    int (*copy)(hx_dev *, hx_buf to, hx_buf from, size_t bytes, hx_err *);
+    int (*mark)(hx_dev *, uint64_t *ticket, hx_err *);
+    int (*reach)(hx_dev *, uint64_t ticket, hx_err *);
     int (*fetch)(hx_dev *, const hx_fetch_args *, hx_err *);
     int (*side)(hx_dev *, bool side, hx_err *);
     int (*join)(hx_dev *, hx_err *);
@@ -629,6 +633,13 @@ bool hx_dev_pushed(hx_dev *d, uint64_t ticket); /* never waits */
  * operations so far. */
 int hx_dev_await_push(hx_dev *d, uint64_t ticket, hx_err *err);
 int hx_dev_hold_push(hx_dev *d, hx_err *err);
+/* In order with the operations, without waiting: a copy to shared memory, which is there
+ * when a later mark is reached; a copy inside the device; a mark. The latest two marks can
+ * be waited for. */
+int hx_dev_bring(hx_dev *d, void *to, hx_buf from, size_t bytes, hx_err *err);
+int hx_dev_copy(hx_dev *d, hx_buf to, hx_buf from, size_t bytes, hx_err *err);
+int hx_dev_mark(hx_dev *d, uint64_t *ticket, hx_err *err);
+int hx_dev_reach(hx_dev *d, uint64_t ticket, hx_err *err);
 /* Experts that a layer to come will probably pick, id, begin to come to the slots of *to
  * beside the operations, after all so far: of each row the likeliest first, those that are
  * not resident, until that layer's plan stops it. What follows that plan comes after it.

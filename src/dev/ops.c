@@ -1007,6 +1007,31 @@ int hx_dev_push(hx_dev *d, hx_buf to, const void *from, size_t bytes, hx_err *er
                                 : hx_dev_put(d, to, from, bytes, err);
 }
 
+int hx_dev_bring(hx_dev *d, void *to, hx_buf from, size_t bytes, hx_err *err)
+{
+    hx_assert(bytes <= from.n);
+    return d->ops->link != NULL ? d->ops->link->bring(d, to, from, bytes, err)
+                                : hx_dev_get(d, to, from, bytes, err);
+}
+
+int hx_dev_copy(hx_dev *d, hx_buf to, hx_buf from, size_t bytes, hx_err *err)
+{
+    hx_assert(bytes <= from.n && bytes <= to.n);
+    return d->ops->link != NULL ? d->ops->link->copy(d, to, from, bytes, err)
+                                : hx_dev_put(d, to, from.p, bytes, err);
+}
+
+int hx_dev_mark(hx_dev *d, uint64_t *ticket, hx_err *err)
+{
+    *ticket = 0;
+    return d->ops->link != NULL ? d->ops->link->mark(d, ticket, err) : 0;
+}
+
+int hx_dev_reach(hx_dev *d, uint64_t ticket, hx_err *err)
+{
+    return d->ops->link != NULL ? d->ops->link->reach(d, ticket, err) : 0;
+}
+
 int hx_dev_fetch(hx_dev *d, const hx_fetch_args *a, hx_err *err)
 {
     hx_assert(a->to->slots.n >= HX_AHEAD_SLOTS * a->to->record_bytes);

@@ -303,7 +303,9 @@ int hx_graph_resume(hx_graph *g, const hx_batch *b, int64_t next, hx_err *err)
         return rc;
     /* A call that failed may have left the device on its side. */
     if ((rc = hx_dev_side(g->dev, false, err)) != 0 ||
-        (rc = hx_dev_put(g->dev, g->id, b->id, n_id * sizeof *b->id, err)) != 0)
+        (rc = b->ids.p != NULL
+                  ? hx_dev_copy(g->dev, g->id, b->ids, n_id * sizeof *b->id, err)
+                  : hx_dev_put(g->dev, g->id, b->id, n_id * sizeof *b->id, err)) != 0)
         return rc;
     return hx_dev_put(g->dev, g->span, b->rows.span, n_span * sizeof(hx_span), err);
 }

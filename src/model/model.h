@@ -240,6 +240,7 @@ typedef enum { HX_PHASE_PREFILL, HX_PHASE_DECODE } hx_phase;
 typedef struct {
     hx_phase phase;
     const int32_t *id;      /* [rows.n_row] */
+    hx_buf ids;             /* the same in device memory; then id is not looked at */
     hx_rows rows;           /* spans; row numbers start at 0 */
     const hx_snap_at *snap; /* [n_snap] by row; borrowed as the rest */
     int32_t n_snap;

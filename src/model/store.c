@@ -601,11 +601,19 @@ void hx_store_begin(hx_store *s)
         hx_lane_awake(s->lane);
 }
 
+int hx_store_sent(hx_store *s, hx_err *err)
+{
+    const hx_buf to = s->told[s->n_sent++ % 2];
+
+    return hx_dev_bring(s->dev, to.p, s->log, to.n, err);
+}
+
 /* Counts a layer's picks; each distinct expert once. Wanted gets those that were missing. */
 static void count_layer(hx_store *s, int64_t layer, int64_t picks, int64_t *wanted,
                         int64_t *n_wanted)
 {
-    const int32_t *log = (const int32_t *)s->log.p + layer * s->max_pick;
+    const int32_t *log =
+        (const int32_t *)s->told[s->stats.steps % 2].p + layer * s->max_pick;
     int64_t *const by_side[] = { &s->stats.here, &s->stats.link, &s->stats.lane,
                                  &s->stats.ahead };
     static const hx_counter counter[] = { HX_C_experts_here_total,
@@ -844,13 +852,18 @@ static int open_buffers(hx_store *s, hx_err *err)
         { &s->at, n * sizeof(hx_lease) },
         { &s->here, picks },
         { &s->there, picks },
+        { &s->log, (size_t)s->n_layer * picks },
     };
     int rc;
 
     for (size_t i = 0; i < HX_LEN(want); i++)
         if ((rc = hx_dev_alloc(s->dev, want[i].b, HX_MAX(want[i].bytes, 64), err)) != 0)
             return rc;
-    return hx_dev_shared(s->dev, &s->log, (size_t)s->n_layer * picks, err);
+    for (int i = 0; i < 2; i++)
+        if ((rc = hx_dev_shared(s->dev, &s->told[i], (size_t)s->n_layer * picks, err)) !=
+            0)
+            return rc;
+    return 0;
 }
 
 static int open_stage(hx_store *s, uint64_t all, hx_err *err)
@@ -978,7 +991,9 @@ void hx_store_close(hx_store *s)
     hx_dev_free(s->dev, &s->at);
     hx_dev_free(s->dev, &s->here);
     hx_dev_free(s->dev, &s->there);
-    hx_dev_unshared(s->dev, &s->log);
+    hx_dev_free(s->dev, &s->log);
+    hx_dev_unshared(s->dev, &s->told[0]);
+    hx_dev_unshared(s->dev, &s->told[1]);
     for (int i = 0; i < s->n_pin; i++)
         if (s->pin[i] != NULL)
             hx_dev_unpin(s->dev, s->pin[i]);

@@ -36,11 +36,13 @@ typedef struct hx_store {
     int n_pin;
     hx_lane *lane; /* NULL: none */
     hx_rates rates;
-    hx_clock clock;       /* items: layer * E + expert */
-    hx_buf slots;         /* [n_slot] records in device memory */
-    hx_buf resident, at;  /* i32, hx_lease [n_layer, E] */
-    hx_buf here, there;   /* i32 [max_pick] */
-    hx_buf log;           /* i32 [n_layer, max_pick], seen by both */
+    hx_clock clock;      /* items: layer * E + expert */
+    hx_buf slots;        /* [n_slot] records in device memory */
+    hx_buf resident, at; /* i32, hx_lease [n_layer, E] */
+    hx_buf here, there;  /* i32 [max_pick] */
+    hx_buf log;          /* i32 [n_layer, max_pick] */
+    hx_buf told[2];      /* the same on the host, of the steps that may be on their way */
+    int64_t n_sent;      /* steps */
     struct hx_move *move; /* [MOVE_MAX] pushes on their way */
     int n_move;
     struct hx_stage *stage; /* prefill: two halves */
@@ -68,9 +70,11 @@ uint64_t hx_store_bytes(const struct hx_model *m, size_t *record_bytes);
 /* Fills what a decode call of moe and combine need beside their own: runs op plan. */
 int hx_store_plan(hx_store *s, int64_t layer, int64_t rows, hx_buf id, hx_buf x,
                   hx_moe_args *moe, hx_combine_args *combine, hx_err *err);
-/* Around a decode step: the lane polls in between. End counts, admits, moves; the step's
- * results must have been read. HX_EDEVICE when the lane was late. */
+/* Around a decode step: the lane polls in between. Sent: all of it has been launched. End
+ * counts, admits, moves; a mark after sent must have been reached. Two steps may be between
+ * begin and end, in order. HX_EDEVICE when the lane was late. */
 void hx_store_begin(hx_store *s);
+int hx_store_sent(hx_store *s, hx_err *err);
 int hx_store_end(hx_store *s, int64_t rows, hx_err *err);
 void hx_store_report(const hx_store *s, hx_experts *out);
 

@@ -12,6 +12,7 @@
 
 #include "dev/cpu.h"
 #include "dev/lane.h"
+#include "engine/engine.h"
 #include "hoist.h"
 
 #define MODEL "models/demo-exl3"
@@ -104,6 +105,8 @@ static hx_engine *open_with(const hx_options *opt)
         o.n_threads = 2;
     if (hx_open(&e, &o, &err) != 0)
         fail_msg("%s", err.msg);
+    if (opt->vram_bytes != 0) /* as where the device works on its own */
+        e->run_ahead = true;
     return e;
 }
 
@@ -191,7 +194,7 @@ static void test_tiers(void **state)
         assert_true(x.here + x.link + x.lane + x.ahead <= x.picks);
         assert_true(x.ahead <= x.predicted_right && x.predicted_right <= x.predicted);
         assert_true((x.predicted > 0) == (strstr(ways[w].name, "most slots") != NULL));
-        assert_true(device != NULL || x.ahead == x.predicted_right);
+        assert_true((x.ahead > 0) == (x.predicted > 0));
         const bool given = ways[w].opt.expert_us[0] > 0;
         assert_true(!given || ways[w].only == HX_SIDE_LINK || x.lane > 0);
         assert_true(!given || ways[w].only == HX_SIDE_LANE || x.link > 0);
