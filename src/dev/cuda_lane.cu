@@ -77,6 +77,7 @@ __global__ void __launch_bounds__(THREADS) plan_picks(const __grid_constant__ pl
     __shared__ int32_t missing[HX_PLAN_MAX_PICK], rows[HX_PLAN_MAX_PICK];
     __shared__ int n_missing, n_here, take;
     __shared__ float coming;
+    __shared__ hx_plan_seen none;
     const int picks = a.rows * a.active;
 
     if (threadIdx.x == 0)
@@ -114,7 +115,8 @@ __global__ void __launch_bounds__(THREADS) plan_picks(const __grid_constant__ pl
     }
     __syncthreads();
     if (threadIdx.x == 0)
-        take = hx_plan_lane(&a.rates, rows, n_missing, n_here, coming);
+        take = hx_plan_lane(&a.rates, rows, n_missing, n_here, coming,
+                            a.lane ? &a.to.sent->seen : &none);
     __syncthreads();
     for (int i = 0, m = threadIdx.x; m < n_missing; m += THREADS, i++)
         if (rank[i] < take)

@@ -50,6 +50,8 @@ HX_DEVICE void hx_cuda_lane_wait(const hx_cuda_lane &l)
         }
         if (one) {
             sent->wait_ns += now - start;
+            hx_plan_learn(&sent->seen, (float)(answer >> 32),
+                          (float)(start - sent->ns) / 1e3f);
             if (early) {
                 sent->awaited++;
                 sent->post_ns += hx_lane_post_ns(now - sent->ns, answer);

@@ -386,6 +386,7 @@ typedef struct {
     float lane_us,
         row_us;    /* the CPU lane: one at one row, and each row more; 0: no lane */
     float post_us; /* the lane: from the post to its first expert, and back */
+    bool learn;    /* plan corrects them by how long both sides take in fact (plan.h) */
 } hx_rates;
 
 typedef struct hx_lane

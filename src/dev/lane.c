@@ -8,7 +8,6 @@
 #include <time.h>
 
 #include "dev/lane.h"
-#include "dev/plan.h"
 
 /* Workers of the lane spin from one layer's job to the next. */
 #define SPIN_US     4000
@@ -345,6 +344,9 @@ static bool choose_sides(const hx_plan_args *a, uint8_t *side, int32_t *count)
     const int32_t *id = a->id.p, *resident = a->resident.p;
     miss missing[HX_PLAN_MAX_PICK];
     int32_t rows[HX_PLAN_MAX_PICK];
+    hx_plan_seen none = { 0 }, *seen = a->lane != NULL
+                                           ? &((hx_lane_sent *)a->lane->sent.p)->seen
+                                           : &none;
     int n = 0, n_here = 0;
 
     for (int64_t p = 0; p < a->rows * a->active; p++)
@@ -361,7 +363,7 @@ static bool choose_sides(const hx_plan_args *a, uint8_t *side, int32_t *count)
     qsort(missing, (size_t)n, sizeof *missing, by_cost);
     for (int i = 0; i < n; i++)
         rows[i] = missing[i].rows;
-    const int take = hx_plan_lane(&a->rates, rows, n, n_here, 0);
+    const int take = hx_plan_lane(&a->rates, rows, n, n_here, 0, seen);
     for (int i = 0; i < take; i++)
         side[missing[i].id] = HX_SIDE_LANE;
     return take > 0;
@@ -426,6 +428,8 @@ void hx_lane_take(const hx_combine_args *a)
     }
     const uint64_t now = 1000 * (uint64_t)hx_now_us();
     sent->wait_ns += now - 1000 * (uint64_t)start;
+    hx_plan_learn(&sent->seen, (float)(answer >> 32),
+                  (float)(1000 * (uint64_t)start - sent->ns) / 1e3f);
     if (i > 1) {
         sent->awaited++;
         sent->post_ns += hx_lane_post_ns(now - sent->ns, answer);

@@ -4,8 +4,7 @@
 #ifndef HX_LANE_H
 #define HX_LANE_H
 
-#include "dev/canon.h"
-#include "dev/dev.h"
+#include "dev/plan.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -21,6 +20,7 @@ typedef struct {
     uint64_t ns;      /* when the last job was posted */
     uint64_t wait_ns; /* spent waiting for answers */
     uint64_t post_ns; /* from posting to seeing an awaited answer, less the lane's time */
+    hx_plan_seen seen;
 } hx_lane_sent;
 
 /* The mailbox; a job is there when posted differs from the one done. Each word has one

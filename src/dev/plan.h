@@ -6,15 +6,43 @@
 #include "dev/canon.h"
 #include "dev/dev.h"
 
+/* What the sides took, beside what they were expected to: memory, clocks and CPUs are
+ * shared while both are at work, as they are not when costs are measured. */
+typedef struct {
+    float lane_more;              /* the lane takes (1 + this) times as long */
+    float device_us;              /* the device takes so much longer */
+    float lane_want, device_want; /* of the job that is out, uncorrected; us */
+} hx_plan_seen;
+
+/* A job was answered within lane_us, and the device was done after device_us; < 0: no job
+ * was posted, so that a lane that was slow for a while gets another chance. */
+HX_HD void hx_plan_learn(hx_plan_seen *s, float lane_us, float device_us)
+{
+    const float weight = 0.05f;
+
+    if (lane_us < 0) {
+        s->lane_more -= 0.01f * s->lane_more;
+        return;
+    }
+    s->lane_more += weight * (lane_us / s->lane_want - 1 - s->lane_more);
+    s->device_us += weight * (device_us - s->device_want - s->device_us);
+    s->lane_more = s->lane_more < 4 ? s->lane_more : 4;
+    s->device_us = s->device_us < 500 ? s->device_us : 500;
+    s->device_us = s->device_us > 0 ? s->device_us : 0;
+}
+
 /* How many of n missing experts, whose row counts rise, the lane takes from the front; the
  * device reads the others from host memory beside n_here that it holds, coming of which
  * (in experts, a part of one counts as such) are still on their way. Both sides work at
- * once: the longer one counts. Equal times: the fewer for the lane. */
+ * once: the longer one counts. Equal times: the fewer for the lane. Fills *seen with what
+ * is to be expected. */
 HX_HD int hx_plan_lane(const hx_rates *r, const int32_t *rows, int n, int n_here,
-                       float coming)
+                       float coming, hx_plan_seen *seen)
 {
-    const float here = (float)n_here * r->here_us + coming * r->link_us;
-    float lane = r->post_us, best = here + (float)n * r->link_us;
+    const float more = r->learn ? 1 + seen->lane_more : 1,
+                here = (float)n_here * r->here_us + coming * r->link_us +
+                       (r->learn ? seen->device_us : 0);
+    float lane = 0, best = here + (float)n * r->link_us;
     int take = 0;
 
     if (!(r->lane_us > 0))
@@ -23,12 +51,17 @@ HX_HD int hx_plan_lane(const hx_rates *r, const int32_t *rows, int n, int n_here
         const float device = here + (float)(n - k) * r->link_us;
 
         lane += r->lane_us + (float)(rows[k - 1] - 1) * r->row_us;
-        const float both = device > lane ? device : lane;
+        const float answer = r->post_us + more * lane,
+                    both = device > answer ? device : answer;
         if (both < best) {
             best = both;
             take = k;
+            seen->lane_want = lane;
+            seen->device_want = device - (r->learn ? seen->device_us : 0);
         }
     }
+    if (take == 0 && r->learn)
+        hx_plan_learn(seen, -1, 0);
     return take;
 }
 

@@ -527,6 +527,7 @@ static int time_lane(hx_store *s, const trial *t, hx_err *err)
     r->lane_us = (float)HX_MAX((all - one) / (double)(n - 1), 0.1);
     r->row_us = (float)(few > 1 ? HX_MAX(more - all, 0) / (double)(n * (few - 1)) : 0);
     r->post_us += (float)HX_MAX(one - (double)r->lane_us, 0);
+    r->learn = true;
     return 0;
 }
 
