@@ -24,7 +24,7 @@ struct plan_args {
     int rows, active, n_expert, layer;
     int64_t dim;
     hx_rates rates;
-    bool lane, ahead, fetched;
+    bool lane, ahead, fetched, learn;
     hx_cuda_lane to;
     hx_ahead from;
     hx_lease *at;
@@ -77,7 +77,6 @@ __global__ void __launch_bounds__(THREADS) plan_picks(const __grid_constant__ pl
     __shared__ int32_t missing[HX_PLAN_MAX_PICK], rows[HX_PLAN_MAX_PICK];
     __shared__ int n_missing, n_here, take;
     __shared__ float coming;
-    __shared__ hx_plan_seen none;
     const int picks = a.rows * a.active;
 
     if (threadIdx.x == 0)
@@ -116,7 +115,7 @@ __global__ void __launch_bounds__(THREADS) plan_picks(const __grid_constant__ pl
     __syncthreads();
     if (threadIdx.x == 0)
         take = hx_plan_lane(&a.rates, rows, n_missing, n_here, coming,
-                            a.lane ? &a.to.sent->seen : &none);
+                            a.learn ? &a.to.sent->seen : NULL);
     __syncthreads();
     for (int i = 0, m = threadIdx.x; m < n_missing; m += THREADS, i++)
         if (rank[i] < take)
@@ -177,6 +176,7 @@ extern "C" int hx_cuda_plan(hx_dev *d, const hx_plan_args *a, hx_err *err)
     k.dim = a->dim;
     k.rates = a->rates;
     k.lane = a->lane != NULL;
+    k.learn = a->learn && k.lane;
     if (k.lane)
         k.to = hx_cuda_lane_of(a->lane);
     k.ahead = a->ahead != NULL;

@@ -386,7 +386,6 @@ typedef struct {
     float lane_us,
         row_us;    /* the CPU lane: one at one row, and each row more; 0: no lane */
     float post_us; /* the lane: from the post to its first expert, and back */
-    bool learn;    /* plan corrects them by how long both sides take in fact (plan.h) */
 } hx_rates;
 
 typedef struct hx_lane
@@ -439,6 +438,7 @@ typedef struct {
  * id        i32 [R, A]; x f32 [R, D], read only when a job is posted
  * resident  i32 [E]
  * lane      NULL: there is nobody to post to
+ * learn     rates are corrected by how long both sides take in fact (plan.h)
  * ahead     or NULL. Stops the fetch for this layer but for picked experts that have begun
  *           to come; these stay here, and their entries in at are set to where they come
  *           to until the next plan. fetched: there is such a fetch
@@ -450,7 +450,7 @@ typedef struct {
     hx_buf here, there, log, id, x, resident, at;
     hx_lane *lane;
     const hx_ahead *ahead;
-    bool fetched;
+    bool fetched, learn;
     int64_t rows, active, n_expert, dim;
     int32_t layer;
     hx_rates rates;

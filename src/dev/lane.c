@@ -344,9 +344,7 @@ static bool choose_sides(const hx_plan_args *a, uint8_t *side, int32_t *count)
     const int32_t *id = a->id.p, *resident = a->resident.p;
     miss missing[HX_PLAN_MAX_PICK];
     int32_t rows[HX_PLAN_MAX_PICK];
-    hx_plan_seen none = { 0 }, *seen = a->lane != NULL
-                                           ? &((hx_lane_sent *)a->lane->sent.p)->seen
-                                           : &none;
+    hx_plan_seen *const seen = a->learn ? &((hx_lane_sent *)a->lane->sent.p)->seen : NULL;
     int n = 0, n_here = 0;
 
     for (int64_t p = 0; p < a->rows * a->active; p++)
@@ -428,7 +426,8 @@ void hx_lane_take(const hx_combine_args *a)
     }
     const uint64_t now = 1000 * (uint64_t)hx_now_us();
     sent->wait_ns += now - 1000 * (uint64_t)start;
-    hx_plan_learn(&sent->seen, (float)(answer >> 32),
+    hx_plan_learn(&sent->seen,
+                  i > 1 ? (float)(now - sent->ns) / 1e3f : (float)(answer >> 32),
                   (float)(1000 * (uint64_t)start - sent->ns) / 1e3f);
     if (i > 1) {
         sent->awaited++;

@@ -610,6 +610,8 @@ static void check_plan(check *c, const hx_plan_args *a)
     if (a->rows * a->active > HX_PLAN_MAX_PICK)
         REFUSE(c, "plan: %lld rows of %lld picks, at most %d picks go in a call",
                (long long)a->rows, (long long)a->active, HX_PLAN_MAX_PICK);
+    if (a->learn && a->lane == NULL)
+        REFUSE(c, "plan: there is no lane to learn from");
     if (a->lane != NULL && (a->rows * a->active > a->lane->max_pick ||
                             a->rows > a->lane->max_rows || a->dim != a->lane->dim))
         REFUSE(

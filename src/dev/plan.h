@@ -11,19 +11,17 @@
 typedef struct {
     float lane_more;              /* the lane takes (1 + this) times as long */
     float device_us;              /* the device takes so much longer */
-    float lane_want, device_want; /* of the job that is out, uncorrected; us */
+    float lane_want, device_want; /* of the job that is out, uncorrected, in us; 0: these
+                                   * are not to be corrected */
 } hx_plan_seen;
 
-/* A job was answered within lane_us, and the device was done after device_us; < 0: no job
- * was posted, so that a lane that was slow for a while gets another chance. */
+/* Within lane_us of its post a job was answered, within device_us the device was done. */
 HX_HD void hx_plan_learn(hx_plan_seen *s, float lane_us, float device_us)
 {
     const float weight = 0.05f;
 
-    if (lane_us < 0) {
-        s->lane_more -= 0.01f * s->lane_more;
+    if (!(s->lane_want > 0))
         return;
-    }
     s->lane_more += weight * (lane_us / s->lane_want - 1 - s->lane_more);
     s->device_us += weight * (device_us - s->device_want - s->device_us);
     s->lane_more = s->lane_more < 4 ? s->lane_more : 4;
@@ -34,15 +32,15 @@ HX_HD void hx_plan_learn(hx_plan_seen *s, float lane_us, float device_us)
 /* How many of n missing experts, whose row counts rise, the lane takes from the front; the
  * device reads the others from host memory beside n_here that it holds, coming of which
  * (in experts, a part of one counts as such) are still on their way. Both sides work at
- * once: the longer one counts. Equal times: the fewer for the lane. Fills *seen with what
- * is to be expected. */
+ * once: the longer one counts. Equal times: the fewer for the lane. seen corrects, and gets
+ * what is to be expected; or NULL. */
 HX_HD int hx_plan_lane(const hx_rates *r, const int32_t *rows, int n, int n_here,
                        float coming, hx_plan_seen *seen)
 {
-    const float more = r->learn ? 1 + seen->lane_more : 1,
-                here = (float)n_here * r->here_us + coming * r->link_us +
-                       (r->learn ? seen->device_us : 0);
-    float lane = 0, best = here + (float)n * r->link_us;
+    const float more = seen != NULL ? 1 + seen->lane_more : 1,
+                later = seen != NULL ? seen->device_us : 0,
+                here = (float)n_here * r->here_us + coming * r->link_us;
+    float lane = r->post_us, best = later + here + (float)n * r->link_us;
     int take = 0;
 
     if (!(r->lane_us > 0))
@@ -51,17 +49,18 @@ HX_HD int hx_plan_lane(const hx_rates *r, const int32_t *rows, int n, int n_here
         const float device = here + (float)(n - k) * r->link_us;
 
         lane += r->lane_us + (float)(rows[k - 1] - 1) * r->row_us;
-        const float answer = r->post_us + more * lane,
-                    both = device > answer ? device : answer;
-        if (both < best) {
-            best = both;
-            take = k;
+        const float both = later + device > more * lane ? later + device : more * lane;
+        if (!(both < best))
+            continue;
+        best = both;
+        take = k;
+        if (seen != NULL) {
             seen->lane_want = lane;
-            seen->device_want = device - (r->learn ? seen->device_us : 0);
+            seen->device_want = device;
         }
     }
-    if (take == 0 && r->learn)
-        hx_plan_learn(seen, -1, 0);
+    if (take == 0 && seen != NULL) /* was slow for a while: gets another chance */
+        seen->lane_more -= 0.01f * seen->lane_more;
     return take;
 }
 

@@ -527,7 +527,7 @@ static int time_lane(hx_store *s, const trial *t, hx_err *err)
     r->lane_us = (float)HX_MAX((all - one) / (double)(n - 1), 0.1);
     r->row_us = (float)(few > 1 ? HX_MAX(more - all, 0) / (double)(n * (few - 1)) : 0);
     r->post_us += (float)HX_MAX(one - (double)r->lane_us, 0);
-    r->learn = true;
+    s->learn = true;
     return 0;
 }
 
@@ -579,6 +579,7 @@ int hx_store_plan(hx_store *s, int64_t layer, int64_t rows, hx_buf id, hx_buf x,
                              .lane = s->lane,
                              .ahead = s->ahead.to.slots.p != NULL ? &s->ahead.to : NULL,
                              .fetched = s->ahead.layer == layer,
+                             .learn = s->learn && s->lane != NULL,
                              .at = layer_row(s, s->at, layer, sizeof(hx_lease)),
                              .rows = rows,
                              .active = s->n_active,

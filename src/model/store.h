@@ -36,6 +36,7 @@ typedef struct hx_store {
     int n_pin;
     hx_lane *lane; /* NULL: none */
     hx_rates rates;
+    bool learn;          /* rates were measured: plan corrects them */
     hx_clock clock;      /* items: layer * E + expert */
     hx_buf slots;        /* [n_slot] records in device memory */
     hx_buf resident, at; /* i32, hx_lease [n_layer, E] */
