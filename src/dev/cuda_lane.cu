@@ -30,6 +30,19 @@ struct plan_args {
     hx_lease *at;
 };
 
+/* One thread: until all that was kept has come. The fetch is at work, or it would not have
+ * begun with these. */
+static __device__ void await_kept(const plan_args &a)
+{
+    hx_ahead_list *l = &((hx_ahead_state *)a.from.state.p)->list[a.layer & 1];
+    const uint32_t pieces = hx_plan_pieces(a.from.record_bytes), stop = l->stop;
+
+    for (int k = 0; k < HX_AHEAD_SLOTS; k++)
+        while ((stop >> k & 1) != 0 && *(volatile uint32_t *)&l->part[k] < pieces)
+            ;
+    __threadfence();
+}
+
 /* One thread. What the fetch for this layer has begun to bring and the layer has picked
  * stays here; the rest of it stops. Returns the experts that are still to come, parts of
  * which count as such. The fetch may be at work meanwhile, or not have begun. */
@@ -60,11 +73,33 @@ static __device__ float keep_fetched(const plan_args &a, uint8_t *side,
         stop |= 1u << k;
         coming += 1.0f - (float)part / (float)pieces;
         side[e] = HX_SIDE_AHEAD;
-        hx_plan_keep(s, &a.from, a.at, a.layer, k);
+        hx_plan_keep(s, &a.from, &a.at[e], k);
     }
     *(volatile uint32_t *)&l->stop = stop;
     *(hx_ahead_counts *)a.from.told.p = s->count;
     return coming;
+}
+
+/* The rows' inputs go to host memory, the job's number last. */
+static __device__ void post_job(const plan_args &a)
+{
+    for (int64_t i = threadIdx.x; i < a.rows * a.dim; i += THREADS)
+        a.to.x[i] = a.x[i];
+    if (threadIdx.x == 0) {
+        a.to.box->layer = a.layer;
+        a.to.box->rows = a.rows;
+        a.to.box->active = a.active;
+    }
+    __threadfence_system();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const uint32_t job = ++a.to.sent->jobs;
+
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(a.to.sent->ns));
+        asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(&a.to.box->posted),
+                     "r"(job)
+                     : "memory");
+    }
 }
 
 /* One thread block: everything. Shared: counts and sides of all experts, the missing
@@ -131,29 +166,12 @@ __global__ void __launch_bounds__(THREADS) plan_picks(const __grid_constant__ pl
         if (a.lane && take > 0)
             a.to.id[p] = lane ? id : -1;
     }
-    if (!a.lane)
-        return;
-    if (threadIdx.x == 0)
+    if (a.lane && threadIdx.x == 0)
         a.to.sent->out = take > 0;
-    if (take == 0)
-        return;
-    for (int64_t i = threadIdx.x; i < a.rows * a.dim; i += THREADS)
-        a.to.x[i] = a.x[i];
-    if (threadIdx.x == 0) {
-        a.to.box->layer = a.layer;
-        a.to.box->rows = a.rows;
-        a.to.box->active = a.active;
-    }
-    __threadfence_system();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        const uint32_t job = ++a.to.sent->jobs;
-
-        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(a.to.sent->ns));
-        asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(&a.to.box->posted),
-                     "r"(job)
-                     : "memory");
-    }
+    if (a.lane && take > 0)
+        post_job(a);
+    if (a.fetched && threadIdx.x == 0)
+        await_kept(a);
 }
 
 extern "C" int hx_cuda_plan(hx_dev *d, const hx_plan_args *a, hx_err *err)
@@ -185,9 +203,7 @@ extern "C" int hx_cuda_plan(hx_dev *d, const hx_plan_args *a, hx_err *err)
     if (k.ahead)
         k.from = *a->ahead;
     HX_LAUNCH(c, "plan", err, plan_picks, dim3(1), THREADS, 0, k);
-    const cudaError_t rc =
-        k.fetched ? cudaStreamWaitEvent(c->stream, c->ahead.end, 0) : cudaSuccess;
-    return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "plan", rc);
+    return 0;
 }
 
 /* ---- fetch ---------------------------------------------------------------- */
@@ -247,8 +263,10 @@ __global__ void __launch_bounds__(FETCH_THREADS)
                 if (at + i * FETCH_THREADS < words)
                     to[at + i * FETCH_THREADS] = v[i];
             __syncthreads();
-            if (threadIdx.x == 0)
+            if (threadIdx.x == 0) {
+                __threadfence();
                 atomicAdd(&a.list->part[k], 1u);
+            }
         }
         __syncthreads(); /* stop has been read */
     }
@@ -276,6 +294,14 @@ static int link_fetch(hx_dev *d, const hx_fetch_args *a, hx_err *err)
     }
     if (rc == cudaSuccess)
         rc = cudaEventRecord(c->ahead.end, c->ahead.stream);
+    return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "fetch", rc);
+}
+
+static int link_fetched(hx_dev *d, hx_err *err)
+{
+    hx_cuda *c = hx_cuda_of(d);
+    const cudaError_t rc = cudaStreamWaitEvent(c->stream, c->ahead.end, 0);
+
     return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "fetch", rc);
 }
 
@@ -608,10 +634,10 @@ void hx_cuda_link_close(hx_cuda *c)
         cudaFree(c->side.ticket);
 }
 
-const hx_dev_link hx_cuda_link = { link_memory,     link_pin,      link_unpin,
-                                   link_shared,     link_unshared, link_push,
-                                   link_push_mark,  link_pushed,   link_await_push,
-                                   link_hold_push,  link_bring,    link_copy,
-                                   link_mark,       link_reach,    link_fetch,
-                                   link_side,       link_join,     link_record,
-                                   link_record_end, link_replay,   link_graph_free };
+const hx_dev_link hx_cuda_link = {
+    link_memory,  link_pin,       link_unpin,  link_shared,     link_unshared,
+    link_push,    link_push_mark, link_pushed, link_await_push, link_hold_push,
+    link_bring,   link_copy,      link_mark,   link_reach,      link_fetch,
+    link_fetched, link_side,      link_join,   link_record,     link_record_end,
+    link_replay,  link_graph_free
+};

@@ -556,6 +556,7 @@ typedef struct hx_dev_link {
     int (*mark)(hx_dev *, uint64_t *ticket, hx_err *);
     int (*reach)(hx_dev *, uint64_t ticket, hx_err *);
     int (*fetch)(hx_dev *, const hx_fetch_args *, hx_err *);
+    int (*fetched)(hx_dev *, hx_err *);
     int (*side)(hx_dev *, bool side, hx_err *);
     int (*join)(hx_dev *, hx_err *);
     int (*record)(hx_dev *, hx_err *);
@@ -643,9 +644,11 @@ int hx_dev_mark(hx_dev *d, uint64_t *ticket, hx_err *err);
 int hx_dev_reach(hx_dev *d, uint64_t ticket, hx_err *err);
 /* Experts that a layer to come will probably pick, id, begin to come to the slots of *to
  * beside the operations, after all so far: of each row the likeliest first, those that are
- * not resident, until that layer's plan stops it. What follows that plan comes after it.
- * On a host at once. Errors: HX_EDEVICE. */
+ * not resident, until that layer's plan stops it. That plan ends when what it kept has
+ * come. On a host at once. Errors: HX_EDEVICE. */
 int hx_dev_fetch(hx_dev *d, const hx_fetch_args *a, hx_err *err);
+/* After that plan: what follows comes after all of the fetch. */
+int hx_dev_fetched(hx_dev *d, hx_err *err);
 /* side true: operations from here on may run beside those that follow once side is false
  * again, after all that came before; join: what follows comes after both. Calls with few
  * rows only: the side has little scratch. */

@@ -333,7 +333,7 @@ static void keep_fetched(const hx_plan_args *a, uint8_t *side, const int32_t *co
         if (!wanted)
             continue;
         side[e] = HX_SIDE_AHEAD;
-        hx_plan_keep(s, a->ahead, a->at.p, a->layer, k);
+        hx_plan_keep(s, a->ahead, (hx_lease *)a->at.p + e, k);
     }
     *(hx_ahead_counts *)a->ahead->told.p = s->count;
 }

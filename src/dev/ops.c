@@ -1043,6 +1043,11 @@ int hx_dev_fetch(hx_dev *d, const hx_fetch_args *a, hx_err *err)
     return 0;
 }
 
+int hx_dev_fetched(hx_dev *d, hx_err *err)
+{
+    return d->ops->link != NULL ? d->ops->link->fetched(d, err) : 0;
+}
+
 int hx_dev_push_mark(hx_dev *d, uint64_t *ticket, hx_err *err)
 {
     *ticket = 0;

@@ -121,11 +121,9 @@ HX_HD void hx_plan_restore(hx_ahead_state *s, int32_t layer)
     s->list[(layer + 1) & 1] = none;
 }
 
-/* Item k of the list is computed with where it comes to. */
-HX_HD void hx_plan_keep(hx_ahead_state *s, const hx_ahead *to, hx_lease *at,
-                        int32_t layer, int k)
+/* Item k of the list is computed with where it comes to; entry: its own in the table. */
+HX_HD void hx_plan_keep(hx_ahead_state *s, const hx_ahead *to, hx_lease *entry, int k)
 {
-    hx_lease *entry = &at[s->list[layer & 1].id[k]];
     const int i = s->n_moved++;
 
     s->now[i] = (char *)to->slots.p + (size_t)k * to->record_bytes;

@@ -69,6 +69,11 @@ bool hx_ahead_after(const hx_store *s, int64_t layer)
            s->model->layer[layer + 1].ffn == HX_FFN_MOE;
 }
 
+int hx_ahead_end(hx_store *s, int64_t layer, hx_err *err)
+{
+    return s->ahead.layer == layer ? hx_dev_fetched(s->dev, err) : 0;
+}
+
 int hx_ahead_fetch(hx_store *s, int64_t layer, int64_t rows, hx_buf id, hx_err *err)
 {
     const size_t row = (size_t)((layer + 1) * s->n_expert);

@@ -525,6 +525,8 @@ int hx_layers_moe(const hx_layer_call *c, const hx_layer *w, hx_err *err)
             return rc;
     }
     if ((rc = hx_op_moe(c->dev, &moe, err)) != 0 || (rc = join_side(c, err)) != 0 ||
+        (c->store != NULL && c->phase == HX_PHASE_DECODE &&
+         (rc = hx_ahead_end(c->store, c->layer, err)) != 0) ||
         (ahead &&
          (rc = hx_ahead_fetch(c->store, c->layer, rows,
                               c->drawn.p != NULL ? drawn_at(c, d->n_layer + c->layer + 1)

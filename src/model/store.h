@@ -86,6 +86,8 @@ void hx_ahead_close(hx_store *s);
 void hx_ahead_report(const hx_store *s, hx_experts *out);
 /* Whether layer + 1 is predicted in layer. */
 bool hx_ahead_after(const hx_store *s, int64_t layer);
+/* After moe of a decode layer: the fetch for it is over. */
+int hx_ahead_end(hx_store *s, int64_t layer, hx_err *err);
 /* id i32 [R, A]: picks of layer + 1 as predicted. */
 int hx_ahead_fetch(hx_store *s, int64_t layer, int64_t rows, hx_buf id, hx_err *err);
 /* Before moe of a prefill layer: long calls have the layer's experts brought to device
