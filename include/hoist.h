@@ -390,6 +390,11 @@ typedef struct {
     int64_t pushed, evicted;
     int64_t wait_us, lane_us; /* the GPU waiting for the CPU's experts; the CPU on them */
     uint64_t push_bytes, stage_bytes; /* copied for decode, and for prompts */
+    int64_t ahead; /* computed where they had been fetched to before they were picked */
+    int64_t predicted, predicted_right; /* missing ones that fetches named; picked then */
+    uint64_t fetch_bytes, vain_bytes;   /* of fetches when their layer picked; no use */
+    int64_t jobs, awaited, post_us; /* posted to the CPU; answers the GPU waited for, and
+                                     * how long after posting less the CPU's own time */
 } hx_experts;
 
 void hx_get_experts(hx_engine *e, hx_experts *out);

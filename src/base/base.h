@@ -230,6 +230,7 @@ void hx_pool_set_spin(hx_pool *p, int64_t spin_us);
     X(experts_here_total, "counter", "Experts of decode steps read in GPU memory.")      \
     X(experts_link_total, "counter", "Experts of decode steps read over the link.")      \
     X(experts_lane_total, "counter", "Experts of decode steps computed on the CPU.")     \
+    X(experts_ahead_total, "counter", "Experts of decode steps fetched before picked.")  \
     X(experts_moved_total, "counter", "Experts moved into GPU memory.")                  \
     X(experts_evicted_total, "counter", "Experts that lost their place there.")          \
     X(http_requests_total, "counter", "HTTP requests read.")                             \

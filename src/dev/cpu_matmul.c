@@ -7,6 +7,9 @@
  * plain: padded to whole blocks, or used where they lie), then bands of 128 outputs are
  * computed, each by one worker: block of 128 inputs by block, the weights of 16 outputs
  * are decoded once for up to 64 rows. */
+#include <sched.h>
+#include <stdatomic.h>
+
 #include "dev/cpu_matmul.h"
 
 #include "dev/fmt_exl3.h"
@@ -236,12 +239,21 @@ static size_t row_bytes(int64_t blocks)
     return (size_t)blocks * HX_MM_EXL3_BYTES;
 }
 
+/* Experts: bytes of a batch for each of its pairs, which at most make a group each. */
+static size_t pair_bytes(int64_t d, int64_t f)
+{
+    return 2 * row_bytes(n_block(d)) + row_bytes(n_block(f)) +
+           sizeof(float) * (size_t)(BAND * (2 * n_block(f) + n_block(d))) +
+           sizeof(int32_t) * (size_t)(2 + n_block(f) + n_block(d));
+}
+
 size_t hx_cpu_matmul_scratch_bytes(const hx_dev_limits *l, int n_thread)
 {
     const int64_t max_k = HX_MAX(HX_MAX(l->max_k, l->max_n), 1);
     const int64_t active = HX_MAX(l->max_active, 0);
     const size_t pairs = (size_t)(HX_MAX(l->max_rows, 1) * HX_MAX(active, 1));
-    const size_t per_row = row_bytes(n_block(max_k)) * (active > 0 ? 3 : 1);
+    const size_t per_row =
+        active > 0 ? pair_bytes(max_k, max_k) : row_bytes(n_block(max_k));
     const size_t area =
         HX_MAX(HX_MIN(HX_MIN(pairs, BATCH) * per_row, AREA_MAX_BYTES), per_row);
     const size_t lists =
@@ -431,27 +443,25 @@ static void close_trees(const float *tree, int levels, int cols, int n_row, uint
     }
 }
 
-/* y f32 [n_row][BAND] = outputs band * BAND … of W x; what lies past o->n is undefined.
- * Strips of outputs, 16 to a panel, go through all inputs together: all of the band for
- * few rows, which streams the weights as they lie in memory; one panel for many, whose
- * trees then stay in cache. */
-static void product(const hx_mm_kernels *k, const outputs *o, const rows_view *x,
-                    int64_t band, worker *w, float *y)
+/* y f32 [n_row][BAND]: columns of panels p0 … p1 - 1 of band * BAND … of W x, before a
+ * rotation and the bias; what lies past o->n is undefined. Strips of outputs, 16 to a panel,
+ * go through all inputs together: all of the panels for few rows, which streams the weights
+ * as they lie in memory; one panel for many, whose trees then stay in cache. */
+static void panels(const hx_mm_kernels *k, const outputs *o, const rows_view *x,
+                   int64_t band, int p0, int p1, worker *w, float *y)
 {
     const hx_mat *m = o->m;
     const int64_t blocks = n_block(m->k), c0 = band * BAND;
     const int levels = tree_levels(blocks), tree_step = levels * COLS;
     const int panel_step = x->n_row * tree_step;
     const int strip = is_exl3(m) ? HX_MAX(HX_MIN(ROWS / x->n_row, BAND / COLS), 1) : 1;
-    /* a rotation needs the padded outputs too */
-    const int n_panel =
-        is_exl3(m) ? BAND / COLS : (int)HX_MIN(ceil_div(o->n - c0, COLS), BAND / COLS);
 
-    for (int p0 = 0; p0 < n_panel; p0 += strip) {
-        const int p1 = HX_MIN(p0 + strip, n_panel);
-
+    if (!is_exl3(m)) /* a rotation needs the padded outputs too */
+        p1 = (int)HX_MIN(ceil_div(o->n - c0, COLS), p1);
+    for (int end; p0 < p1; p0 = end) {
+        end = HX_MIN(p0 + strip, p1);
         for (int64_t b = 0; b < blocks; b++)
-            for (int p = p0; p < p1; p++) {
+            for (int p = p0; p < end; p++) {
                 hx_mm_sum s = {
                     .w = &w->w,
                     .x = x->p + (size_t)b * x->block_step,
@@ -468,17 +478,32 @@ static void product(const hx_mm_kernels *k, const outputs *o, const rows_view *x
                 else
                     add_plain(k, o, c0 + p * COLS, b, w, &s);
             }
-        for (int p = p0; p < p1; p++)
+        for (int p = p0; p < end; p++)
             close_trees(w->trees + (p - p0) * panel_step, levels, COLS, x->n_row,
                         (uint32_t)blocks, y + p * COLS);
     }
-    for (int r = 0; r < x->n_row; r++, y += BAND) {
-        if (is_exl3(m))
-            k->rotate(y, (const uint8_t *)m->svh + 2 * c0);
-        if (m->bias != NULL)
-            for (int64_t i = 0; i < HX_MIN(BAND, o->n - c0); i++)
-                y[i] += hx_f16_at(m->bias, o->first + c0 + i);
-    }
+}
+
+/* What a row's band still needs when all panels are there. */
+static void finish(const hx_mm_kernels *k, const outputs *o, int64_t band, float *y)
+{
+    const hx_mat *m = o->m;
+    const int64_t c0 = band * BAND;
+
+    if (is_exl3(m))
+        k->rotate(y, (const uint8_t *)m->svh + 2 * c0);
+    if (m->bias != NULL)
+        for (int64_t i = 0; i < HX_MIN(BAND, o->n - c0); i++)
+            y[i] += hx_f16_at(m->bias, o->first + c0 + i);
+}
+
+/* y f32 [n_row][BAND] = outputs band * BAND … of W x. */
+static void product(const hx_mm_kernels *k, const outputs *o, const rows_view *x,
+                    int64_t band, worker *w, float *y)
+{
+    panels(k, o, x, band, 0, BAND / COLS, w, y);
+    for (int r = 0; r < x->n_row; r++)
+        finish(k, o, band, y + r * BAND);
 }
 
 /* Rows of products to y, ldy floats apart. */
@@ -729,8 +754,18 @@ int hx_cpu_head_matmul(hx_dev *d, const hx_head_matmul_args *a, hx_err *err)
 
 /* ---- moe ------------------------------------------------------------- */
 
-/* Pairs (row, pick) sorted by expert go through in batches of groups. Phases: inputs of
- * gate and up; bands of both, activated and prepared as inputs of down; bands of down. */
+enum {
+    PREPARE = 8, /* blocks of inputs that are prepared together */
+    PANELS = BAND / COLS,
+    CUTS = 8 /* units per thread, at least, if bands can be cut so finely */
+};
+
+/* Pairs (row, pick) sorted by expert go through in batches of groups. A batch is one list of
+ * units, which workers take in order: blocks of inputs of gate and up; panels of their
+ * bands; panels of the bands of down. Who brings the last panels of a band finishes it
+ * (gate and up: activates, and prepares it as inputs of down). Units wait for what they read
+ * by counting, so a worker that lost its CPU holds up a few of them; who is waited for took
+ * an earlier unit, so somebody is always at work. */
 typedef struct {
     memory mem;
     const hx_moe_args *a;
@@ -739,6 +774,14 @@ typedef struct {
     group *group;  /* of this batch */
     int64_t n_group, n_pair, pair0;
     uint8_t *gate, *up, *down; /* prepared rows */
+    float *mid;                /* [pairs, 2, F] gate and up, whole bands */
+    float *out;                /* [pairs, D] */
+    /* Done so far: blocks and bands of a group, panels of a band. */
+    _Atomic int32_t *prepared, *ready, *in_panels, *out_panels;
+    int64_t bands_in, bands_out, blocks;
+    int64_t per_pair, cuts; /* units that prepare a pair, that share a matrix's band */
+    _Atomic int64_t next;
+    int64_t n_unit;
 } moe;
 
 static hx_expert expert_of(const moe *c, const group *g)
@@ -754,74 +797,134 @@ static bool same_input(const hx_expert *e)
             (e->gate.suh == e->up.suh && is_mul1(&e->gate) == is_mul1(&e->up)));
 }
 
-static void moe_prepare(void *ud, int64_t begin, int64_t end, int worker_i)
+static void await(_Atomic int32_t *count, int64_t until)
 {
-    const moe *c = ud;
-    const int64_t k = c->a->expert[c->group->expert].gate.k, blocks = n_block(k);
+    for (uint32_t i = 1; atomic_load_explicit(count, memory_order_acquire) < until; i++) {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+        if (i % 1024 == 0)
+            sched_yield();
+    }
+}
+
+/* Whether these were the last. */
+static bool counted(_Atomic int32_t *count, int64_t n, int64_t all)
+{
+    return atomic_fetch_add(count, (int32_t)n) + n == all;
+}
+
+/* Blocks PREPARE * part … of both inputs of a pair. */
+static void moe_prepare(moe *c, int64_t row, int64_t part)
+{
+    const int64_t k = c->a->expert[c->group->expert].gate.k, first = part * PREPARE,
+                  last = HX_MIN(first + PREPARE, 2 * c->blocks);
+    const int64_t x_row = c->pair[c->pair0 + row] / c->a->active;
     const group *g = c->group;
 
-    (void)worker_i;
-    for (int64_t i = begin; i < end; i++) {
-        const int64_t row = i / (2 * blocks), b = i % blocks;
-        const bool is_up = i / blocks % 2 != 0;
-
-        while (row >= g->row0 + g->n)
-            g++;
-        const hx_expert e = expert_of(c, g);
+    while (row >= g->row0 + g->n)
+        g++;
+    const hx_expert e = expert_of(c, g);
+    for (int64_t i = first; i < last; i++) {
+        const bool is_up = i >= c->blocks;
+        const int64_t b = i % c->blocks;
         const hx_mat *m = is_up ? &e.up : &e.gate;
-        const int64_t x_row = c->pair[c->pair0 + row] / c->a->active;
 
         if (!is_up || !same_input(&e))
             prepare(c->mem.k, m, (const float *)c->a->x.p + x_row * k + b * BLOCK, b,
-                    block_at(is_up ? c->up : c->gate, g, blocks, block_bytes(m), b,
+                    block_at(is_up ? c->up : c->gate, g, c->blocks, block_bytes(m), b,
                              row - g->row0));
     }
+    counted(&c->prepared[g - c->group], last - first, 0);
 }
 
-static void moe_gate_up(void *ud, int64_t begin, int64_t end, int worker_i)
+/* Computes a cut of a matrix's band and puts it where the band comes together, ld floats
+ * from row to row. */
+static void moe_panels(moe *c, const outputs *o, const rows_view *x, int64_t band,
+                       int64_t cut, worker *w, float *to, int64_t ld)
 {
-    const moe *c = ud;
-    worker *w = worker_at(&c->mem, worker_i);
-    const int64_t bands = n_block(c->a->expert[c->group->expert].gate.n);
+    const int n = PANELS / (int)c->cuts, p0 = (int)cut * n;
 
-    for (int64_t i = begin; i < end; i++) {
-        const group *g = &c->group[i / bands];
-        const int64_t b = i % bands;
-        const hx_expert e = expert_of(c, g);
-        const outputs gate = all_outputs(&e.gate), up = all_outputs(&e.up);
-        const rows_view xg = group_view(c->gate, g, gate.m);
-        const rows_view xu = same_input(&e) ? xg : group_view(c->up, g, up.m);
+    panels(c->mem.k, o, x, band, p0, p0 + n, w, w->y[0]);
+    for (int r = 0; r < x->n_row; r++)
+        memcpy(to + r * ld + band * BAND + p0 * COLS, w->y[0] + r * BAND + p0 * COLS,
+               (size_t)(n * COLS) * sizeof(float));
+}
 
-        product(c->mem.k, &gate, &xg, b, w, w->y[0]);
-        product(c->mem.k, &up, &xu, b, w, w->y[1]);
-        for (int r = 0; r < g->n; r++) {
-            float h[BAND];
+static void moe_gate_up(moe *c, int64_t group_i, int64_t band, int64_t part, worker *w)
+{
+    const group *g = &c->group[group_i];
+    const int64_t f = c->bands_in * BAND, ld = 2 * f;
+    const bool is_up = part >= c->cuts;
+    const hx_expert e = expert_of(c, g);
+    const outputs gate = all_outputs(&e.gate), up = all_outputs(&e.up);
+    const rows_view x = is_up && !same_input(&e) ? group_view(c->up, g, up.m)
+                                                 : group_view(c->gate, g, gate.m);
+    float *y = c->mid + g->row0 * ld;
 
-            c->mem.k->act(h, w->y[0] + r * BAND, w->y[1] + r * BAND, c->a->limit);
-            prepare(c->mem.k, &e.down, h, b,
-                    block_at(c->down, g, bands, block_bytes(&e.down), b, r));
-        }
+    await(&c->prepared[group_i], 2 * c->blocks * g->n);
+    moe_panels(c, is_up ? &up : &gate, &x, band, part % c->cuts, w, y + is_up * f, ld);
+    if (!counted(&c->in_panels[group_i * c->bands_in + band], 1, 2 * c->cuts))
+        return;
+    for (int r = 0; r < g->n; r++, y += ld) {
+        float *yg = y + band * BAND, *yu = yg + f, h[BAND];
+
+        finish(c->mem.k, &gate, band, yg);
+        finish(c->mem.k, &up, band, yu);
+        c->mem.k->act(h, yg, yu, c->a->limit);
+        prepare(c->mem.k, &e.down, h, band,
+                block_at(c->down, g, c->bands_in, block_bytes(&e.down), band, r));
+    }
+    counted(&c->ready[group_i], 1, 0);
+}
+
+static void moe_down(moe *c, int64_t group_i, int64_t band, int64_t part, worker *w)
+{
+    const group *g = &c->group[group_i];
+    const int64_t dim = c->a->expert[g->expert].down.n, ld = c->bands_out * BAND;
+    const hx_expert e = expert_of(c, g);
+    const outputs o = all_outputs(&e.down);
+    const rows_view h = group_view(c->down, g, o.m);
+    float *y = c->out + g->row0 * ld;
+
+    await(&c->ready[group_i], c->bands_in);
+    moe_panels(c, &o, &h, band, part, w, y, ld);
+    if (!counted(&c->out_panels[group_i * c->bands_out + band], 1, c->cuts))
+        return;
+    for (int r = 0; r < g->n; r++, y += ld) {
+        finish(c->mem.k, &o, band, y + band * BAND);
+        store(y + band * BAND, 1, dim, band,
+              (float *)c->a->y.p + c->pair[c->pair0 + g->row0 + r] * dim, dim);
     }
 }
 
-static void moe_down(void *ud, int64_t begin, int64_t end, int worker_i)
+static void moe_unit(moe *c, int64_t i, worker *w)
 {
-    const moe *c = ud;
-    worker *w = worker_at(&c->mem, worker_i);
-    const int64_t dim = c->a->expert[c->group->expert].down.n;
-    const int64_t bands = ceil_div(dim, BAND);
+    const int64_t n_prepare = c->n_pair * c->per_pair, per_in = 2 * c->cuts,
+                  n_in = c->n_group * c->bands_in * per_in;
 
-    for (int64_t i = begin; i < end; i++) {
-        const group *g = &c->group[i / bands];
-        const hx_expert e = expert_of(c, g);
-        const outputs o = all_outputs(&e.down);
-        const rows_view h = group_view(c->down, g, o.m);
+    if (i < n_prepare) {
+        moe_prepare(c, i / c->per_pair, i % c->per_pair);
+    } else if ((i -= n_prepare) < n_in) {
+        const int64_t band = i / per_in;
 
-        product(c->mem.k, &o, &h, i % bands, w, w->y[0]);
-        for (int r = 0; r < g->n; r++)
-            store(w->y[0] + r * BAND, 1, dim, i % bands,
-                  (float *)c->a->y.p + c->pair[c->pair0 + g->row0 + r] * dim, dim);
+        moe_gate_up(c, band / c->bands_in, band % c->bands_in, i % per_in, w);
+    } else {
+        const int64_t band = (i -= n_in) / c->cuts;
+
+        moe_down(c, band / c->bands_out, band % c->bands_out, i % c->cuts, w);
     }
+}
+
+static void moe_units(void *ud, int64_t begin, int64_t end, int worker_i)
+{
+    moe *c = ud;
+    worker *w = worker_at(&c->mem, worker_i);
+    int64_t i;
+
+    (void)begin, (void)end; /* one of as many parts as there are threads */
+    while ((i = atomic_fetch_add(&c->next, 1)) < c->n_unit)
+        moe_unit(c, i, w);
 }
 
 /* Counting sort of the picks by expert. Returns how many there are, or an error. */
@@ -876,14 +979,21 @@ static void next_batch(moe *c, int64_t max, int32_t *expert)
 
 static void run_batch(hx_dev *d, moe *c)
 {
-    const hx_expert *e = &c->a->expert[c->group->expert];
-    const int64_t rows = HX_MIN(ceil_div(c->n_pair, c->n_group), ROWS);
+    const int64_t macs = c->n_pair * BAND * BAND * 3 * c->bands_in * c->bands_out,
+                  threads = HX_MAX(HX_MIN(hx_pool_size(d->pool), macs / GRAIN_MACS), 1),
+                  bands = c->n_group * (2 * c->bands_in + c->bands_out);
+    const size_t n_count = (size_t)(c->n_group * (2 + c->bands_in + c->bands_out));
 
-    hx_pool_run(d->pool, c->n_pair * 2 * n_block(e->gate.k), 32, moe_prepare, c);
-    hx_pool_run(d->pool, c->n_group * n_block(e->gate.n),
-                grain(2 * rows * BAND * e->gate.k), moe_gate_up, c);
-    hx_pool_run(d->pool, c->n_group * ceil_div(e->down.n, BAND),
-                grain(rows * BAND * e->down.k), moe_down, c);
+    c->cuts = 1;
+    while (c->cuts < PANELS / 2 && threads > 1 && bands * c->cuts < threads * CUTS)
+        c->cuts *= 2;
+    c->ready = c->prepared + c->n_group;
+    c->in_panels = c->ready + c->n_group;
+    c->out_panels = c->in_panels + c->n_group * c->bands_in;
+    memset((void *)c->prepared, 0, n_count * sizeof(*c->prepared));
+    atomic_store(&c->next, 0);
+    c->n_unit = c->n_pair * c->per_pair + bands * c->cuts;
+    hx_pool_run(d->pool, threads, 1, moe_units, c);
 }
 
 int hx_cpu_moe(hx_dev *d, const hx_moe_args *a, hx_err *err)
@@ -892,7 +1002,10 @@ int hx_cpu_moe(hx_dev *d, const hx_moe_args *a, hx_err *err)
     const hx_expert *e = a->expert;
     const size_t x_bytes = row_bytes(n_block(e->gate.k));
     const size_t h_bytes = row_bytes(n_block(e->down.k));
-    moe c = { .a = a };
+    moe c = { .a = a,
+              .blocks = n_block(e->gate.k),
+              .bands_in = n_block(e->gate.n),
+              .bands_out = n_block(e->down.n) };
     int32_t expert = 0;
     int rc = memory_open(&c.mem, d, HX_MAX(e->gate.k, e->down.k), "moe", err);
 
@@ -901,13 +1014,17 @@ int hx_cpu_moe(hx_dev *d, const hx_moe_args *a, hx_err *err)
     c.pair = take(&c.mem, (size_t)n * sizeof(*c.pair));
     c.end = take(&c.mem, (size_t)a->n_expert * sizeof(*c.end));
     c.group = take(&c.mem, BATCH * sizeof(*c.group));
-    const int64_t batch =
-        HX_MIN((int64_t)(c.mem.free_bytes / (2 * x_bytes + h_bytes)), BATCH);
+    const int64_t batch = HX_MIN(
+        (int64_t)(c.mem.free_bytes / pair_bytes(e->gate.k, e->gate.n)), HX_MIN(n, BATCH));
     if (c.pair == NULL || c.end == NULL || c.group == NULL || batch < 1)
-        return no_scratch(d, "moe", err);
+        return n == 0 ? 0 : no_scratch(d, "moe", err);
+    c.per_pair = ceil_div(2 * c.blocks, PREPARE);
     c.gate = c.mem.free;
     c.up = c.gate + (size_t)batch * x_bytes;
     c.down = c.up + (size_t)batch * x_bytes;
+    c.mid = (float *)(void *)(c.down + (size_t)batch * h_bytes);
+    c.out = c.mid + batch * 2 * c.bands_in * BAND;
+    c.prepared = (void *)(c.out + batch * c.bands_out * BAND);
     const int64_t n_pair = sort_pairs(&c, err);
     if (n_pair < 0)
         return (int)n_pair;

@@ -127,6 +127,12 @@ typedef struct {
     size_t stage_bytes; /* of each */
     int next_stage;
     struct hx_cuda_tables *tables; /* cuda_product.cu: where experts lie */
+    struct {
+        cudaStream_t stream;
+        cudaEvent_t begin, end;
+    } ahead;            /* fetches */
+    cudaEvent_t now[2]; /* marks, in turn */
+    uint64_t n_now;
 } hx_cuda;
 
 static inline hx_cuda *hx_cuda_of(const hx_dev *d)

@@ -5,7 +5,13 @@
 #include "dev/cuda_lane.h"
 #include "dev/plan.h"
 
-enum { THREADS = 512 };
+enum {
+    THREADS = 512,
+    FETCH_BLOCKS = 16, /* of FETCH_THREADS, each with a piece on its way: a tenth of the
+                        * multiprocessors, several times what the link needs */
+    FETCH_THREADS = 256,
+    FETCH_LOADS = HX_AHEAD_PIECE / 16 / FETCH_THREADS
+};
 
 static const size_t SIDE_SCRATCH = (size_t)32 << 20;
 
@@ -18,9 +24,83 @@ struct plan_args {
     int rows, active, n_expert, layer;
     int64_t dim;
     hx_rates rates;
-    bool lane;
+    bool lane, ahead, fetched, learn;
     hx_cuda_lane to;
+    hx_ahead from;
+    hx_lease *at;
 };
+
+/* One thread: until all that was kept has come. The fetch is at work, or it would not have
+ * begun with these. */
+static __device__ void await_kept(const plan_args &a)
+{
+    hx_ahead_list *l = &((hx_ahead_state *)a.from.state.p)->list[a.layer & 1];
+    const uint32_t pieces = hx_plan_pieces(a.from.record_bytes), stop = l->stop;
+
+    for (int k = 0; k < HX_AHEAD_SLOTS; k++)
+        while ((stop >> k & 1) != 0 && *(volatile uint32_t *)&l->part[k] < pieces)
+            ;
+    __threadfence();
+}
+
+/* One thread. What the fetch for this layer has begun to bring and the layer has picked
+ * stays here; the rest of it stops. Returns the experts that are still to come, parts of
+ * which count as such. The fetch may be at work meanwhile, or not have begun. */
+static __device__ float keep_fetched(const plan_args &a, uint8_t *side,
+                                     const int32_t *count)
+{
+    hx_ahead_state *s = (hx_ahead_state *)a.from.state.p;
+    hx_ahead_list *l = &s->list[a.layer & 1];
+    const uint32_t pieces = hx_plan_pieces(a.from.record_bytes);
+    uint32_t stop = HX_AHEAD_STOP;
+    float coming = 0;
+
+    hx_plan_restore(s, a.layer);
+    const int n = a.fetched ? *(volatile int32_t *)&l->n : 0;
+    __threadfence();
+    for (int k = 0; k < n; k++) {
+        const int32_t e = *(volatile int32_t *)&l->id[k];
+        const uint32_t part = *(volatile uint32_t *)&l->part[k];
+        const bool wanted = count[e] > 0 && a.resident[e] < 0, keep = wanted && part > 0;
+
+        s->count.named++;
+        s->count.picked += wanted;
+        s->count.used += keep;
+        s->count.pieces += part;
+        s->count.vain += keep ? 0 : part;
+        if (!keep)
+            continue;
+        stop |= 1u << k;
+        coming += 1.0f - (float)part / (float)pieces;
+        side[e] = HX_SIDE_AHEAD;
+        hx_plan_keep(s, &a.from, &a.at[e], k);
+    }
+    *(volatile uint32_t *)&l->stop = stop;
+    *(hx_ahead_counts *)a.from.told.p = s->count;
+    return coming;
+}
+
+/* The rows' inputs go to host memory, the job's number last. */
+static __device__ void post_job(const plan_args &a)
+{
+    for (int64_t i = threadIdx.x; i < a.rows * a.dim; i += THREADS)
+        a.to.x[i] = a.x[i];
+    if (threadIdx.x == 0) {
+        a.to.box->layer = a.layer;
+        a.to.box->rows = a.rows;
+        a.to.box->active = a.active;
+    }
+    __threadfence_system();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const uint32_t job = ++a.to.sent->jobs;
+
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(a.to.sent->ns));
+        asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(&a.to.box->posted),
+                     "r"(job)
+                     : "memory");
+    }
+}
 
 /* One thread block: everything. Shared: counts and sides of all experts, the missing
  * ones. When a job is posted the rows' inputs go to host memory, 4 R D bytes, the job's
@@ -31,20 +111,28 @@ __global__ void __launch_bounds__(THREADS) plan_picks(const __grid_constant__ pl
     __shared__ uint8_t side[HX_PLAN_MAX_EXPERT];
     __shared__ int32_t missing[HX_PLAN_MAX_PICK], rows[HX_PLAN_MAX_PICK];
     __shared__ int n_missing, n_here, take;
+    __shared__ float coming;
     const int picks = a.rows * a.active;
 
     if (threadIdx.x == 0)
-        n_missing = n_here = 0;
+        n_missing = n_here = 0, coming = 0;
     for (int e = threadIdx.x; e < a.n_expert; e += THREADS)
         count[e] = 0;
     __syncthreads();
     for (int p = threadIdx.x; p < picks; p += THREADS)
         atomicAdd(&count[a.id[p]], 1);
     __syncthreads();
+    for (int e = threadIdx.x; e < a.n_expert; e += THREADS)
+        side[e] = a.resident[e] >= 0 ? HX_SIDE_HERE : HX_SIDE_LINK;
+    if (a.ahead) {
+        __syncthreads();
+        if (threadIdx.x == 0)
+            coming = keep_fetched(a, side, count);
+        __syncthreads();
+    }
     for (int e = threadIdx.x; e < a.n_expert; e += THREADS) {
-        const bool here = a.resident[e] >= 0;
+        const bool here = side[e] != HX_SIDE_LINK;
 
-        side[e] = here ? HX_SIDE_HERE : HX_SIDE_LINK;
         if (count[e] > 0 && here)
             atomicAdd(&n_here, 1);
         if (count[e] > 0 && !here)
@@ -61,7 +149,8 @@ __global__ void __launch_bounds__(THREADS) plan_picks(const __grid_constant__ pl
     }
     __syncthreads();
     if (threadIdx.x == 0)
-        take = hx_plan_lane(&a.rates, rows, n_missing, n_here);
+        take = hx_plan_lane(&a.rates, rows, n_missing, n_here, coming,
+                            a.learn ? &a.to.sent->seen : NULL);
     __syncthreads();
     for (int i = 0, m = threadIdx.x; m < n_missing; m += THREADS, i++)
         if (rank[i] < take)
@@ -77,28 +166,12 @@ __global__ void __launch_bounds__(THREADS) plan_picks(const __grid_constant__ pl
         if (a.lane && take > 0)
             a.to.id[p] = lane ? id : -1;
     }
-    if (!a.lane)
-        return;
-    if (threadIdx.x == 0)
-        a.to.sent[1] = take > 0;
-    if (take == 0)
-        return;
-    for (int64_t i = threadIdx.x; i < a.rows * a.dim; i += THREADS)
-        a.to.x[i] = a.x[i];
-    if (threadIdx.x == 0) {
-        a.to.box->layer = a.layer;
-        a.to.box->rows = a.rows;
-        a.to.box->active = a.active;
-    }
-    __threadfence_system();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        const uint32_t job = ++a.to.sent[0];
-
-        asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(&a.to.box->posted),
-                     "r"(job)
-                     : "memory");
-    }
+    if (a.lane && threadIdx.x == 0)
+        a.to.sent->out = take > 0;
+    if (a.lane && take > 0)
+        post_job(a);
+    if (a.fetched && threadIdx.x == 0)
+        await_kept(a);
 }
 
 extern "C" int hx_cuda_plan(hx_dev *d, const hx_plan_args *a, hx_err *err)
@@ -121,10 +194,115 @@ extern "C" int hx_cuda_plan(hx_dev *d, const hx_plan_args *a, hx_err *err)
     k.dim = a->dim;
     k.rates = a->rates;
     k.lane = a->lane != NULL;
+    k.learn = a->learn && k.lane;
     if (k.lane)
         k.to = hx_cuda_lane_of(a->lane);
+    k.ahead = a->ahead != NULL;
+    k.fetched = a->fetched;
+    k.at = (hx_lease *)a->at.p;
+    if (k.ahead)
+        k.from = *a->ahead;
     HX_LAUNCH(c, "plan", err, plan_picks, dim3(1), THREADS, 0, k);
     return 0;
+}
+
+/* ---- fetch ---------------------------------------------------------------- */
+
+struct fetch_args {
+    const int32_t *id, *resident;
+    const hx_lease *at;
+    hx_ahead_list *list;
+    char *slots;
+    size_t record;
+    int rows, active;
+};
+
+/* Piece by piece, block by block, the records of the list; before each a look whether the
+ * layer's plan has come. Every block makes the same list; the first shows it. Moves
+ * record_bytes an item over the link. Grid FETCH_BLOCKS. */
+__global__ void __launch_bounds__(FETCH_THREADS)
+    fetch_records(const __grid_constant__ fetch_args a)
+{
+    __shared__ int32_t pick[HX_PLAN_MAX_PICK], item[HX_AHEAD_SLOTS];
+    __shared__ int n;
+    __shared__ uint32_t stop;
+    const int picks = a.rows * a.active, words = (int)(a.record / 16);
+    const uint32_t pieces = hx_plan_pieces(a.record);
+
+    for (int i = threadIdx.x; i < picks; i += FETCH_THREADS)
+        pick[i] = hx_plan_predicted(a.id, a.resident, a.at, a.rows, a.active, i);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        n = hx_plan_fetch(pick, picks, item);
+        for (int k = 0; k < n && blockIdx.x == 0; k++)
+            *(volatile int32_t *)&a.list->id[k] = item[k];
+        __threadfence();
+        if (blockIdx.x == 0)
+            *(volatile int32_t *)&a.list->n = n;
+    }
+    __syncthreads();
+    for (int k = 0; k < n; k++) {
+        const uint4 *from = (const uint4 *)a.at[item[k]].gate.trellis;
+        uint4 *to = (uint4 *)(a.slots + (size_t)k * a.record);
+
+        for (uint32_t p = blockIdx.x; p < pieces; p += FETCH_BLOCKS) {
+            const int at = (int)p * (HX_AHEAD_PIECE / 16) + (int)threadIdx.x;
+            uint4 v[FETCH_LOADS];
+
+            if (threadIdx.x == 0)
+                stop = *(volatile uint32_t *)&a.list->stop;
+            __syncthreads();
+            if (stop != 0 && (stop & 1u << k) == 0)
+                break;
+#pragma unroll
+            for (int i = 0; i < FETCH_LOADS; i++)
+                if (at + i * FETCH_THREADS < words)
+                    v[i] = __ldcs(from + at + i * FETCH_THREADS);
+#pragma unroll
+            for (int i = 0; i < FETCH_LOADS; i++)
+                if (at + i * FETCH_THREADS < words)
+                    to[at + i * FETCH_THREADS] = v[i];
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                __threadfence();
+                atomicAdd(&a.list->part[k], 1u);
+            }
+        }
+        __syncthreads(); /* stop has been read */
+    }
+}
+
+static int link_fetch(hx_dev *d, const hx_fetch_args *a, hx_err *err)
+{
+    hx_cuda *c = hx_cuda_of(d);
+    hx_ahead_state *s = (hx_ahead_state *)a->to->state.p;
+    fetch_args k = {};
+    cudaError_t rc;
+
+    k.id = (const int32_t *)a->id.p;
+    k.resident = (const int32_t *)a->resident.p;
+    k.at = (const hx_lease *)a->at.p;
+    k.list = &s->list[a->layer & 1];
+    k.slots = (char *)a->to->slots.p;
+    k.record = a->to->record_bytes;
+    k.rows = (int)a->rows;
+    k.active = (int)a->active;
+    if ((rc = cudaEventRecord(c->ahead.begin, c->stream)) == cudaSuccess &&
+        (rc = cudaStreamWaitEvent(c->ahead.stream, c->ahead.begin, 0)) == cudaSuccess) {
+        fetch_records<<<FETCH_BLOCKS, FETCH_THREADS, 0, c->ahead.stream>>>(k);
+        rc = cudaGetLastError();
+    }
+    if (rc == cudaSuccess)
+        rc = cudaEventRecord(c->ahead.end, c->ahead.stream);
+    return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "fetch", rc);
+}
+
+static int link_fetched(hx_dev *d, hx_err *err)
+{
+    hx_cuda *c = hx_cuda_of(d);
+    const cudaError_t rc = cudaStreamWaitEvent(c->stream, c->ahead.end, 0);
+
+    return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "fetch", rc);
 }
 
 /* ---- memory that host and device share -------------------------------------- */
@@ -254,6 +432,40 @@ static int link_hold_push(hx_dev *d, hx_err *err)
     return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "push", rc);
 }
 
+/* ---- marks ------------------------------------------------------------------ */
+
+static int link_bring(hx_dev *d, void *to, hx_buf from, size_t bytes, hx_err *err)
+{
+    const cudaError_t rc =
+        cudaMemcpyAsync(to, from.p, bytes, cudaMemcpyDeviceToHost, current(d)->stream);
+
+    return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "bring", rc);
+}
+
+static int link_copy(hx_dev *d, hx_buf to, hx_buf from, size_t bytes, hx_err *err)
+{
+    const cudaError_t rc = cudaMemcpyAsync(to.p, from.p, bytes, cudaMemcpyDeviceToDevice,
+                                           current(d)->stream);
+
+    return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "copy", rc);
+}
+
+static int link_mark(hx_dev *d, uint64_t *ticket, hx_err *err)
+{
+    hx_cuda *c = current(d);
+
+    *ticket = ++c->n_now;
+    const cudaError_t rc = cudaEventRecord(c->now[*ticket % 2], c->stream);
+    return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "mark", rc);
+}
+
+static int link_reach(hx_dev *d, uint64_t ticket, hx_err *err)
+{
+    const cudaError_t rc = cudaEventSynchronize(current(d)->now[ticket % 2]);
+
+    return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "mark", rc);
+}
+
 /* ---- beside the stream ------------------------------------------------------------ */
 
 template <class T> static void swap(T &a, T &b)
@@ -378,6 +590,15 @@ int hx_cuda_link_open(hx_cuda *c, hx_err *err)
         rc = cudaEventCreateWithFlags(&c->mark[i], cudaEventDisableTiming);
     if (rc == cudaSuccess)
         rc = cudaEventCreateWithFlags(&c->hold, cudaEventDisableTiming);
+    for (int i = 0; i < 2 && rc == cudaSuccess; i++)
+        rc = cudaEventCreateWithFlags(&c->now[i],
+                                      cudaEventDisableTiming | cudaEventBlockingSync);
+    if (rc == cudaSuccess)
+        rc = cudaStreamCreateWithFlags(&c->ahead.stream, cudaStreamNonBlocking);
+    if (rc == cudaSuccess)
+        rc = cudaEventCreateWithFlags(&c->ahead.begin, cudaEventDisableTiming);
+    if (rc == cudaSuccess)
+        rc = cudaEventCreateWithFlags(&c->ahead.end, cudaEventDisableTiming);
     return rc == cudaSuccess ? 0 : hx_cuda_fail(err, "open", rc);
 }
 
@@ -392,6 +613,15 @@ void hx_cuda_link_close(hx_cuda *c)
             cudaEventDestroy(c->mark[i]);
     if (c->hold != NULL)
         cudaEventDestroy(c->hold);
+    for (int i = 0; i < 2; i++)
+        if (c->now[i] != NULL)
+            cudaEventDestroy(c->now[i]);
+    if (c->ahead.stream != NULL)
+        cudaStreamDestroy(c->ahead.stream);
+    if (c->ahead.begin != NULL)
+        cudaEventDestroy(c->ahead.begin);
+    if (c->ahead.end != NULL)
+        cudaEventDestroy(c->ahead.end);
     if (c->side.stream != NULL)
         cudaStreamDestroy(c->side.stream);
     if (c->side.fork != NULL)
@@ -404,9 +634,10 @@ void hx_cuda_link_close(hx_cuda *c)
         cudaFree(c->side.ticket);
 }
 
-const hx_dev_link hx_cuda_link = { link_memory,     link_pin,        link_unpin,
-                                   link_shared,     link_unshared,   link_push,
-                                   link_push_mark,  link_pushed,     link_await_push,
-                                   link_hold_push,  link_side,       link_join,
-                                   link_record,     link_record_end, link_replay,
-                                   link_graph_free, &hx_cuda_encode };
+const hx_dev_link hx_cuda_link = {
+    link_memory,  link_pin,       link_unpin,  link_shared,     link_unshared,
+    link_push,    link_push_mark, link_pushed, link_await_push, link_hold_push,
+    link_bring,   link_copy,      link_mark,   link_reach,      link_fetch,
+    link_fetched, link_side,      link_join,   link_record,     link_record_end,
+    link_replay,  link_graph_free, &hx_cuda_encode
+};

@@ -11,52 +11,53 @@ typedef struct {
     int32_t *id;
     float *x;
     const float *y;
-    uint32_t *sent; /* device memory */
+    hx_lane_sent *sent; /* device memory */
     int64_t deadline_ns;
 } hx_cuda_lane;
 
 static inline hx_cuda_lane hx_cuda_lane_of(const hx_lane *l)
 {
     return hx_cuda_lane {
-        l->box, l->id, l->x, l->y, (uint32_t *)l->sent.p, 1000 * l->deadline_us
+        l->box, l->id, l->x, l->y, (hx_lane_sent *)l->sent.p, 1000 * l->deadline_us
     };
 }
 
 /* Waits until the lane has answered the job that is out; every thread of the block calls
- * it. After the deadline, or once a job of before was given up, goes on without. */
+ * it. After the deadline, or once a job of before was given up, goes on without. A look at
+ * the answer takes more than a microsecond, so there is no need to sleep in between. */
 HX_DEVICE void hx_cuda_lane_wait(const hx_cuda_lane &l)
 {
-    if (threadIdx.x == 0 && l.sent[1] != 0) {
-        const uint32_t job = l.sent[0];
-        uint64_t start, now;
-        uint32_t done, late;
+    if (threadIdx.x == 0 && l.sent->out != 0 && l.sent->late == 0) {
+        const bool one = blockIdx.x == 0 && blockIdx.y == 0;
+        hx_lane_sent *sent = l.sent;
+        uint64_t start, now, answer;
+        bool early = false;
 
         asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
-        for (;;) {
-            asm volatile("ld.acquire.sys.global.u32 %0, [%1];"
-                         : "=r"(done)
-                         : "l"(&l.box->done)
-                         : "memory");
-            if ((int32_t)(done - job) >= 0)
-                break;
-            asm volatile("ld.relaxed.sys.global.u32 %0, [%1];"
-                         : "=r"(late)
-                         : "l"(&l.box->late)
+        for (;; early = true) {
+            asm volatile("ld.acquire.sys.global.u64 %0, [%1];"
+                         : "=l"(answer)
+                         : "l"(&l.box->answer)
                          : "memory");
             asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-            if (late != 0 || (int64_t)(now - start) > l.deadline_ns) {
-                if (blockIdx.x == 0 && blockIdx.y == 0)
-                    asm volatile(
-                        "st.relaxed.sys.global.u32 [%0], %1;" ::"l"(&l.box->late),
-                        "r"(late + 1)
-                        : "memory");
+            if ((int32_t)((uint32_t)answer - sent->jobs) >= 0)
+                break;
+            if ((int64_t)(now - start) > l.deadline_ns) {
+                if (one)
+                    sent->late++;
                 break;
             }
-            __nanosleep(200);
         }
-        if (blockIdx.x == 0 && blockIdx.y == 0) {
-            asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-            l.box->wait_ns += now - start;
+        if (one) {
+            sent->wait_ns += now - start;
+            hx_plan_learn(&sent->seen,
+                          early ? (float)(now - sent->ns) / 1e3f : (float)(answer >> 32),
+                          (float)(start - sent->ns) / 1e3f);
+            if (early) {
+                sent->awaited++;
+                sent->post_ns += hx_lane_post_ns(now - sent->ns, answer);
+            }
+            l.box->told = *sent; /* the step's end makes it visible */
         }
     }
     __syncthreads();

@@ -398,6 +398,42 @@ typedef struct {
 typedef struct hx_lane
     hx_lane; /* dev/lane.h: experts computed on the CPU beside a device */
 
+/* Experts on their way to the device before their layer has picked any: hx_dev_fetch() and
+ * hx_op_plan pass this to each other in device memory. What a fetch writes is cleared by
+ * the plan before it, so fetches of neighbouring layers take turns with two. */
+enum {
+    HX_AHEAD_SLOTS = 4,
+    HX_AHEAD_PIECE = 32768, /* bytes between two looks at stop */
+    HX_AHEAD_STOP = 1u << 30
+};
+
+typedef struct {
+    uint32_t stop; /* plan: HX_AHEAD_STOP, and 1 << k for an item that is still wanted */
+    int32_t n, id[HX_AHEAD_SLOTS]; /* items, in the order in which they come */
+    uint32_t part[HX_AHEAD_SLOTS]; /* pieces that are there */
+} hx_ahead_list;
+
+typedef struct {
+    int64_t named, picked; /* items of all fetches; those that were picked then */
+    int64_t used;          /* of these, computed with from where they had been put */
+    int64_t pieces, vain;  /* copied when the layer picked; of these for nothing */
+} hx_ahead_counts;
+
+typedef struct {
+    hx_ahead_list list[2]; /* by layer & 1 */
+    hx_ahead_counts count;
+    int32_t n_moved; /* table entries that plan changed; the next one sets them right */
+    hx_lease *entry[HX_AHEAD_SLOTS], was[HX_AHEAD_SLOTS];
+    const void *now[HX_AHEAD_SLOTS];
+} hx_ahead_state;
+
+typedef struct {
+    hx_buf slots; /* HX_AHEAD_SLOTS records */
+    hx_buf state; /* hx_ahead_state; zero at first */
+    hx_buf told;  /* hx_ahead_counts that the host sees */
+    size_t record_bytes;
+} hx_ahead;
+
 /* Splits a layer's picks between this device and the CPU lane and posts the lane's job.
  * Experts with resident[e] >= 0 stay here; of the distinct others the lane takes those with
  * the fewest rows, equal ones by lower id, as long as that makes the longer of both sides
@@ -409,12 +445,19 @@ typedef struct hx_lane
  * id        i32 [R, A]; x f32 [R, D], read only when a job is posted
  * resident  i32 [E]
  * lane      NULL: there is nobody to post to
+ * learn     rates are corrected by how long both sides take in fact (plan.h)
+ * ahead     or NULL. Stops the fetch for this layer but for picked experts that have begun
+ *           to come; these stay here, and their entries in at are set to where they come
+ *           to until the next plan. fetched: there is such a fetch
+ * at        hx_lease [E], with ahead only
  * errors    HX_EARG: more rows or another width than the lane was opened for */
-typedef enum { HX_SIDE_HERE, HX_SIDE_LINK, HX_SIDE_LANE } hx_side;
+typedef enum { HX_SIDE_HERE, HX_SIDE_LINK, HX_SIDE_LANE, HX_SIDE_AHEAD } hx_side;
 
 typedef struct {
-    hx_buf here, there, log, id, x, resident;
+    hx_buf here, there, log, id, x, resident, at;
     hx_lane *lane;
+    const hx_ahead *ahead;
+    bool fetched, learn;
     int64_t rows, active, n_expert, dim;
     int32_t layer;
     hx_rates rates;
@@ -502,6 +545,14 @@ typedef struct hx_dev hx_dev;
 /* A recorded list of operations. */
 typedef struct hx_dev_graph hx_dev_graph;
 
+/* See hx_dev_fetch(). */
+typedef struct {
+    hx_buf id, resident, at; /* i32 [R, A]; i32, hx_lease [E] of the layer */
+    const hx_ahead *to;
+    int64_t rows, active, n_expert;
+    int32_t layer;
+} hx_fetch_args;
+
 /* What a device with memory of its own can do; see the functions below. */
 typedef struct hx_dev_link {
     int (*memory)(hx_dev *, uint64_t *free_bytes, uint64_t *total, hx_err *);
@@ -514,6 +565,12 @@ typedef struct hx_dev_link {
     bool (*pushed)(hx_dev *, uint64_t ticket);
     int (*await_push)(hx_dev *, uint64_t ticket, hx_err *);
     int (*hold_push)(hx_dev *, hx_err *);
+    int (*bring)(hx_dev *, void *to, hx_buf from, size_t bytes, hx_err *);
+    int (*copy)(hx_dev *, hx_buf to, hx_buf from, size_t bytes, hx_err *);
+    int (*mark)(hx_dev *, uint64_t *ticket, hx_err *);
+    int (*reach)(hx_dev *, uint64_t ticket, hx_err *);
+    int (*fetch)(hx_dev *, const hx_fetch_args *, hx_err *);
+    int (*fetched)(hx_dev *, hx_err *);
     int (*side)(hx_dev *, bool side, hx_err *);
     int (*join)(hx_dev *, hx_err *);
     int (*record)(hx_dev *, hx_err *);
@@ -595,6 +652,20 @@ bool hx_dev_pushed(hx_dev *d, uint64_t ticket); /* never waits */
  * operations so far. */
 int hx_dev_await_push(hx_dev *d, uint64_t ticket, hx_err *err);
 int hx_dev_hold_push(hx_dev *d, hx_err *err);
+/* In order with the operations, without waiting: a copy to shared memory, which is there
+ * when a later mark is reached; a copy inside the device; a mark. The latest two marks can
+ * be waited for. */
+int hx_dev_bring(hx_dev *d, void *to, hx_buf from, size_t bytes, hx_err *err);
+int hx_dev_copy(hx_dev *d, hx_buf to, hx_buf from, size_t bytes, hx_err *err);
+int hx_dev_mark(hx_dev *d, uint64_t *ticket, hx_err *err);
+int hx_dev_reach(hx_dev *d, uint64_t ticket, hx_err *err);
+/* Experts that a layer to come will probably pick, id, begin to come to the slots of *to
+ * beside the operations, after all so far: of each row the likeliest first, those that are
+ * not resident, until that layer's plan stops it. That plan ends when what it kept has
+ * come. On a host at once. Errors: HX_EDEVICE. */
+int hx_dev_fetch(hx_dev *d, const hx_fetch_args *a, hx_err *err);
+/* After that plan: what follows comes after all of the fetch. */
+int hx_dev_fetched(hx_dev *d, hx_err *err);
 /* side true: operations from here on may run beside those that follow once side is false
  * again, after all that came before; join: what follows comes after both. Calls with few
  * rows only: the side has little scratch. */

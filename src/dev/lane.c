@@ -8,7 +8,6 @@
 #include <time.h>
 
 #include "dev/lane.h"
-#include "dev/plan.h"
 
 /* Workers of the lane spin from one layer's job to the next. */
 #define SPIN_US     4000
@@ -111,8 +110,10 @@ static void *lane_run(void *ud)
             pthread_mutex_unlock(&h->lock);
             store(&l->box->failed, l->box->failed + 1);
         }
-        store(&l->box->done, last);
-        atomic_fetch_add(&h->busy_us, hx_now_us() - start);
+        const int64_t us = hx_now_us() - start;
+
+        __atomic_store_n(&l->box->answer, (uint64_t)us << 32 | last, __ATOMIC_RELEASE);
+        atomic_fetch_add(&h->busy_us, us);
     }
     return NULL;
 }
@@ -138,7 +139,7 @@ static int open_memory(hx_lane *l, hx_dev *dev, hx_err *err)
     int rc;
 
     if ((rc = hx_dev_shared(dev, &l->host->shared, at, err)) != 0 ||
-        (rc = hx_dev_alloc(dev, &l->sent, 2 * sizeof(uint32_t), err)) != 0)
+        (rc = hx_dev_alloc(dev, &l->sent, sizeof(hx_lane_sent), err)) != 0)
         return rc;
     char *p = l->host->shared.p;
     l->box = (hx_lane_box *)(void *)(p + box);
@@ -234,12 +235,17 @@ void hx_lane_rest(hx_lane *l)
 int hx_lane_late(hx_lane *l, hx_err *err)
 {
     struct hx_lane_host *h = l->host;
-    const uint32_t late = load(&l->box->late), failed = load(&l->box->failed);
+    const uint32_t late = load(&l->box->told.late), failed = load(&l->box->failed);
     const bool was_late = late != h->late, was_failed = failed != h->failed;
+    static const uint32_t none;
     int rc = 0;
 
     h->late = late;
     h->failed = failed;
+    if (was_late &&
+        (rc = hx_dev_put(h->dev, hx_buf_at(l->sent, offsetof(hx_lane_sent, late)), &none,
+                         sizeof none, err)) != 0)
+        return rc;
     if (was_failed) {
         pthread_mutex_lock(&h->lock);
         rc = hx_fail(err, HX_EDEVICE, "cpu lane: %.200s", h->err.msg);
@@ -258,14 +264,20 @@ int hx_lane_threads(const hx_lane *l)
     return hx_pool_size(l->host->cpu->pool);
 }
 
-int64_t hx_lane_wait_us(const hx_lane *l)
+static int64_t us_of(const uint64_t *ns)
 {
-    return (int64_t)(__atomic_load_n(&l->box->wait_ns, __ATOMIC_RELAXED) / 1000);
+    return (int64_t)(__atomic_load_n(ns, __ATOMIC_RELAXED) / 1000);
 }
 
-int64_t hx_lane_busy_us(const hx_lane *l)
+void hx_lane_report(const hx_lane *l, hx_experts *out)
 {
-    return atomic_load(&l->host->busy_us);
+    const hx_lane_sent *t = &l->box->told;
+
+    out->wait_us = us_of(&t->wait_ns);
+    out->post_us = us_of(&t->post_ns);
+    out->lane_us = atomic_load(&l->host->busy_us);
+    out->jobs = load(&t->jobs);
+    out->awaited = load(&t->awaited);
 }
 
 int hx_lane_time(hx_lane *l, int32_t layer, const int32_t *id, int64_t n, int64_t rows,
@@ -301,26 +313,55 @@ static int by_cost(const void *a, const void *b)
     return hx_plan_before(x->rows, x->id, y->rows, y->id) ? -1 : 1;
 }
 
+/* Picked experts of the fetch for this layer stay here; all of it has come already. */
+static void keep_fetched(const hx_plan_args *a, uint8_t *side, const int32_t *count)
+{
+    hx_ahead_state *s = a->ahead->state.p;
+    const hx_ahead_list *l = &s->list[a->layer & 1];
+    const int32_t *resident = a->resident.p;
+
+    hx_plan_restore(s, a->layer);
+    for (int k = 0; a->fetched && k < l->n; k++) {
+        const int32_t e = l->id[k];
+        const bool wanted = count[e] > 0 && resident[e] < 0;
+
+        s->count.named++;
+        s->count.picked += wanted;
+        s->count.used += wanted;
+        s->count.pieces += l->part[k];
+        s->count.vain += wanted ? 0 : l->part[k];
+        if (!wanted)
+            continue;
+        side[e] = HX_SIDE_AHEAD;
+        hx_plan_keep(s, a->ahead, (hx_lease *)a->at.p + e, k);
+    }
+    *(hx_ahead_counts *)a->ahead->told.p = s->count;
+}
+
 /* Marks in side[E] where each picked expert goes; returns whether the lane has work. */
 static bool choose_sides(const hx_plan_args *a, uint8_t *side, int32_t *count)
 {
     const int32_t *id = a->id.p, *resident = a->resident.p;
     miss missing[HX_PLAN_MAX_PICK];
     int32_t rows[HX_PLAN_MAX_PICK];
+    hx_plan_seen *const seen = a->learn ? &((hx_lane_sent *)a->lane->sent.p)->seen : NULL;
     int n = 0, n_here = 0;
 
     for (int64_t p = 0; p < a->rows * a->active; p++)
         count[id[p]]++;
-    for (int32_t e = 0; e < a->n_expert; e++) {
+    for (int32_t e = 0; e < a->n_expert; e++)
         side[e] = resident[e] >= 0 ? HX_SIDE_HERE : HX_SIDE_LINK;
-        n_here += count[e] > 0 && side[e] == HX_SIDE_HERE;
+    if (a->ahead != NULL)
+        keep_fetched(a, side, count);
+    for (int32_t e = 0; e < a->n_expert; e++) {
+        n_here += count[e] > 0 && side[e] != HX_SIDE_LINK;
         if (count[e] > 0 && side[e] == HX_SIDE_LINK)
             missing[n++] = (miss) { count[e], e };
     }
     qsort(missing, (size_t)n, sizeof *missing, by_cost);
     for (int i = 0; i < n; i++)
         rows[i] = missing[i].rows;
-    const int take = hx_plan_lane(&a->rates, rows, n, n_here);
+    const int take = hx_plan_lane(&a->rates, rows, n, n_here, 0, seen);
     for (int i = 0; i < take; i++)
         side[missing[i].id] = HX_SIDE_LANE;
     return take > 0;
@@ -345,8 +386,8 @@ int hx_lane_plan(hx_dev *d, const hx_plan_args *a, hx_err *err)
     }
     if (a->lane == NULL)
         return 0;
-    uint32_t *sent = a->lane->sent.p;
-    sent[1] = post;
+    hx_lane_sent *sent = a->lane->sent.p;
+    sent->out = post;
     if (!post)
         return 0;
     hx_lane_box *box = a->lane->box;
@@ -355,31 +396,64 @@ int hx_lane_plan(hx_dev *d, const hx_plan_args *a, hx_err *err)
     box->active = (int32_t)a->active;
     memcpy(a->lane->id, there, picks * sizeof *there);
     memcpy(a->lane->x, a->x.p, (size_t)(a->rows * a->dim) * sizeof(float));
-    store(&box->posted, ++sent[0]);
+    sent->ns = 1000 * (uint64_t)hx_now_us();
+    store(&box->posted, ++sent->jobs);
     return 0;
 }
 
 void hx_lane_take(const hx_combine_args *a)
 {
     const hx_lane *l = a->lane;
-    const uint32_t *sent = l->sent.p;
+    hx_lane_sent *sent = l->sent.p;
     const int32_t *there = a->there.p;
     const size_t row = (size_t)a->dim * sizeof(float);
     const int64_t start = hx_now_us();
+    uint64_t answer;
+    uint32_t i = 1;
 
-    if (!sent[1])
+    if (!sent->out || sent->late != 0)
         return;
-    for (uint32_t i = 1; load(&l->box->done) != sent[0]; i++) {
+    for (; (uint32_t)(answer = __atomic_load_n(&l->box->answer, __ATOMIC_ACQUIRE)) !=
+           sent->jobs;
+         i++) {
         if (i % 256 != 0)
             continue;
         sched_yield();
         if (hx_now_us() - start > l->deadline_us) {
-            store(&l->box->late, l->box->late + 1);
+            store(&l->box->told.late, ++sent->late);
             return;
         }
     }
-    l->box->wait_ns += 1000 * (uint64_t)(hx_now_us() - start);
+    const uint64_t now = 1000 * (uint64_t)hx_now_us();
+    sent->wait_ns += now - 1000 * (uint64_t)start;
+    hx_plan_learn(&sent->seen,
+                  i > 1 ? (float)(now - sent->ns) / 1e3f : (float)(answer >> 32),
+                  (float)(1000 * (uint64_t)start - sent->ns) / 1e3f);
+    if (i > 1) {
+        sent->awaited++;
+        sent->post_ns += hx_lane_post_ns(now - sent->ns, answer);
+    }
+    l->box->told = *sent;
     for (int64_t p = 0; p < a->rows * a->active; p++)
         if (there[p] >= 0)
             memcpy((char *)a->part.p + (size_t)p * row, l->y + p * a->dim, row);
+}
+
+void hx_lane_fetch(const hx_fetch_args *a)
+{
+    const int n = (int)HX_MIN(a->rows * a->active, HX_PLAN_MAX_PICK);
+    hx_ahead_state *s = a->to->state.p;
+    hx_ahead_list *l = &s->list[a->layer & 1];
+    const hx_lease *at = a->at.p;
+    int32_t pick[HX_PLAN_MAX_PICK];
+
+    for (int i = 0; i < n; i++)
+        pick[i] = hx_plan_predicted(a->id.p, a->resident.p, at, (int)a->rows,
+                                    (int)a->active, i);
+    l->n = hx_plan_fetch(pick, n, l->id);
+    for (int k = 0; k < l->n; k++) {
+        memcpy((char *)a->to->slots.p + (size_t)k * a->to->record_bytes,
+               at[l->id[k]].gate.trellis, a->to->record_bytes);
+        l->part[k] = hx_plan_pieces(a->to->record_bytes);
+    }
 }

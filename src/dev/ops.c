@@ -645,9 +645,14 @@ static void check_plan(check *c, const hx_plan_args *a)
     dense(c, "x", a->x, a->rows, a->dim, 1);
     dense(c, "resident", a->resident, a->n_expert, 1, 1);
     ids_in(c, "id", a->id, a->rows * a->active, 0, a->n_expert);
+    if (a->ahead != NULL && a->at.n / sizeof(hx_lease) < (size_t)a->n_expert)
+        REFUSE(c, "plan: at has %zu bytes for %lld experts", a->at.n,
+               (long long)a->n_expert);
     if (a->rows * a->active > HX_PLAN_MAX_PICK)
         REFUSE(c, "plan: %lld rows of %lld picks, at most %d picks go in a call",
                (long long)a->rows, (long long)a->active, HX_PLAN_MAX_PICK);
+    if (a->learn && a->lane == NULL)
+        REFUSE(c, "plan: there is no lane to learn from");
     if (a->lane != NULL && (a->rows * a->active > a->lane->max_pick ||
                             a->rows > a->lane->max_rows || a->dim != a->lane->dim))
         REFUSE(
@@ -1069,6 +1074,45 @@ int hx_dev_push(hx_dev *d, hx_buf to, const void *from, size_t bytes, hx_err *er
     hx_assert(bytes <= to.n);
     return d->ops->link != NULL ? d->ops->link->push(d, to, from, bytes, err)
                                 : hx_dev_put(d, to, from, bytes, err);
+}
+
+int hx_dev_bring(hx_dev *d, void *to, hx_buf from, size_t bytes, hx_err *err)
+{
+    hx_assert(bytes <= from.n);
+    return d->ops->link != NULL ? d->ops->link->bring(d, to, from, bytes, err)
+                                : hx_dev_get(d, to, from, bytes, err);
+}
+
+int hx_dev_copy(hx_dev *d, hx_buf to, hx_buf from, size_t bytes, hx_err *err)
+{
+    hx_assert(bytes <= from.n && bytes <= to.n);
+    return d->ops->link != NULL ? d->ops->link->copy(d, to, from, bytes, err)
+                                : hx_dev_put(d, to, from.p, bytes, err);
+}
+
+int hx_dev_mark(hx_dev *d, uint64_t *ticket, hx_err *err)
+{
+    *ticket = 0;
+    return d->ops->link != NULL ? d->ops->link->mark(d, ticket, err) : 0;
+}
+
+int hx_dev_reach(hx_dev *d, uint64_t ticket, hx_err *err)
+{
+    return d->ops->link != NULL ? d->ops->link->reach(d, ticket, err) : 0;
+}
+
+int hx_dev_fetch(hx_dev *d, const hx_fetch_args *a, hx_err *err)
+{
+    hx_assert(a->to->slots.n >= HX_AHEAD_SLOTS * a->to->record_bytes);
+    if (d->ops->link != NULL)
+        return d->ops->link->fetch(d, a, err);
+    hx_lane_fetch(a);
+    return 0;
+}
+
+int hx_dev_fetched(hx_dev *d, hx_err *err)
+{
+    return d->ops->link != NULL ? d->ops->link->fetched(d, err) : 0;
 }
 
 int hx_dev_push_mark(hx_dev *d, uint64_t *ticket, hx_err *err)

@@ -355,12 +355,15 @@ static int open_device(hx_engine *e, const hx_options *opt, hx_err *err)
                             e->info.ctx_tokens, err)) != 0 ||
         (rc = hx_graph_open(&e->prefill, e->model, e->dev, e->cache, HX_PREFILL_ROWS,
                             HX_SCORE_ROWS, e->info.ctx_tokens, err)) != 0 ||
+        (rc = hx_dev_shared(e->dev, &e->landed[0], sizeof(hx_landing), err)) != 0 ||
+        (rc = hx_dev_shared(e->dev, &e->landed[1], sizeof(hx_landing), err)) != 0 ||
         (rc = hx_dev_alloc(e->dev, &e->out_id, (size_t)n * sizeof(int32_t), err)) != 0 ||
         (rc = hx_dev_alloc(e->dev, &e->out_logprob, (size_t)n * sizeof(float), err)) !=
             0 ||
         (rc = hx_dev_alloc(e->dev, &e->out_top,
                            (size_t)n * HX_TOP_MAX * sizeof(hx_choice), err)) != 0)
         return rc;
+    e->run_ahead = !hx_dev_is_host(e->dev);
     e->info.cache_bytes = e->cache->bytes;
     e->info.token_bytes = e->cache->page_bytes / HX_PAGE;
     e->info.device = e->dev->text;
@@ -427,14 +430,13 @@ static int open_rest(hx_engine *e, const hx_options *opt, hx_err *err)
     e->client_streams = opt->client_streams;
     e->client_queue = opt->client_queue;
     e->run = hx_new(hx_stream *, n);
-    e->row_of = hx_new(hx_stream *, n);
     e->row = hx_new(hx_sample_row, n);
     e->span = hx_new(hx_span, n);
     e->id = hx_new(int32_t, n);
     e->score_logit = hx_new(float, HX_SCORE_ROWS *(int64_t)e->info.n_vocab);
     e->score_hidden = hx_new(float, HX_SCORE_ROWS * e->model->desc.width);
-    if (!e->wait || !e->prompt || !e->costs.layer || !e->run || !e->row_of || !e->row ||
-        !e->span || !e->id || !e->score_logit || !e->score_hidden)
+    if (!e->wait || !e->prompt || !e->costs.layer || !e->run || !e->row || !e->span ||
+        !e->id || !e->score_logit || !e->score_hidden)
         return hx_fail(err, HX_ENOMEM, "engine: no memory for its tables");
     if ((rc = hx_reuse_open(e, opt, err)) != 0 || (rc = hx_health_open(e, opt, err)) != 0)
         return rc;
@@ -509,6 +511,8 @@ void hx_close(hx_engine *e)
     hx_graph_close(e->prefill);
     hx_cache_close(e->cache);
     if (e->dev != NULL) {
+        hx_dev_unshared(e->dev, &e->landed[0]);
+        hx_dev_unshared(e->dev, &e->landed[1]);
         hx_dev_free(e->dev, &e->out_id);
         hx_dev_free(e->dev, &e->out_logprob);
         hx_dev_free(e->dev, &e->out_top);
@@ -524,7 +528,6 @@ void hx_close(hx_engine *e)
     hx_free(e->prompt);
     hx_free(e->costs.layer);
     hx_free(e->run);
-    hx_free(e->row_of);
     hx_free(e->row);
     hx_free(e->span);
     hx_free(e->id);

@@ -185,6 +185,28 @@ struct hx_stream {
     char *ev_bytes;
 };
 
+/* ---- steps on their way ---------------------------------------------- */
+
+/* What a decode step leaves for the host: shared memory. */
+typedef struct {
+    int32_t id[HX_SPAN_MAX];
+    float logprob[HX_SPAN_MAX];
+    hx_choice top[HX_SPAN_MAX][HX_TOP_MAX];
+    float print[HX_SPAN_MAX][HX_PRINT_FLOATS];
+} hx_landing;
+
+/* A decode step between its launch and the reading of its tokens. What streams and slots
+ * say of themselves changes when it has landed. */
+typedef struct {
+    hx_stream *row[HX_SPAN_MAX]; /* NULL: that one has ended; the row is nobody's */
+    int32_t n, n_new;            /* rows; the first so many choose a token */
+    hx_landing *to;
+    uint64_t ticket;
+    int64_t start_us;
+    int rc; /* of the launch */
+    hx_err err;
+} hx_flight;
+
 /* ---- engine ----------------------------------------------------------- */
 
 typedef struct hx_grammars hx_grammars;
@@ -274,8 +296,14 @@ struct hx_engine {
     hx_sample_row *row; /* [max_streams] */
     hx_span *span;      /* [max_streams] */
     int32_t *id;        /* [max_streams] */
-    hx_stream **row_of; /* [max_streams] */
     hx_buf out_id, out_logprob, out_top, out_scratch;
+    hx_flight flight[2]; /* decode steps that have been launched, oldest first */
+    int32_t n_flight;
+    bool run_ahead;   /* the next step is launched before the last one's tokens are read:
+                      * where the device works on its own */
+    hx_buf landed[2]; /* hx_landing, of flights in turn */
+    uint64_t n_launched;
+    int64_t landed_us;                 /* when the last one did */
     float *score_logit, *score_hidden; /* [HX_SCORE_ROWS, N], [HX_SCORE_ROWS, D] */
     struct hx_reuse *reuse;
     hx_op_time times[HX_OP_TIMES]; /* hx_dev.times */
@@ -283,8 +311,10 @@ struct hx_engine {
 };
 
 void *hx_sched_run(void *engine); /* sched.c: the engine thread */
-/* The layers of a decode step, and the logits of all its rows. */
+/* The layers of a decode step, and the logits of all its rows; no flight may be on. */
 int hx_sched_decode(hx_engine *e, const hx_batch *b, hx_err *err);
+/* Waits for decode steps that have been launched and hands their tokens out. */
+void hx_sched_land(hx_engine *e);
 /* What n more requests would wait, in microseconds. Under lock. */
 double hx_sched_wait_us(const hx_engine *e, int64_t n);
 void hx_engine_stream_destroy(hx_stream *s); /* engine.c */
@@ -309,7 +339,7 @@ const char *hx_health_fault(const hx_engine *e, const char **name);
 /* Weights in memory are no longer what they were: for good. Any thread. */
 void hx_health_corrupt(hx_engine *e, const hx_err *err);
 /* Row r of logits gave the stream's next token. An error when they change no more. */
-int hx_health_watch(hx_stream *s, hx_buf logits, int64_t r, hx_err *err);
+int hx_health_watch(hx_stream *s, const float *print, hx_err *err);
 /* The stream's logits were no numbers, or did not change: says so where asked. */
 void hx_health_suspect(hx_stream *s, const hx_err *err);
 /* A line for the record, when there is one. The stream has ended and is nobody else's. */
@@ -411,8 +441,11 @@ void hx_reuse_status(const hx_engine *e, hx_status *out);
 int hx_sample_open(hx_stream *s, hx_err *err);
 void hx_sample_close(hx_stream *s);
 void hx_sample_seen(hx_history *h, int32_t id, bool answer);
-/* Fills *row for the stream's next token. */
-int hx_sample_row_of(hx_stream *s, hx_sample_row *row, hx_err *err);
+/* Fills *row for the stream's next token; ahead: for the one after it. */
+int hx_sample_row_of(hx_stream *s, bool ahead, hx_sample_row *row, hx_err *err);
+/* What is chosen after the next token does not hang on which one that is but through the
+ * model. */
+bool hx_sample_is_free(const hx_stream *s);
 /* What comes instead of the token chosen, id: the end of reasoning, where that is due. */
 int32_t hx_sample_settle(hx_stream *s, int32_t id);
 /* The stream's next token is id: its grammar moves on, begins or is over. */

@@ -297,6 +297,8 @@ void hx_health_canary(hx_engine *e, bool idle)
     int32_t slot;
     int rc;
 
+    if (h->canary_us != 0 && due)
+        hx_sched_land(e);
     if (h->canary_us == 0 || !due || e->chunk != NULL ||
         e->pages_reserved + 1 > e->cache->n_page ||
         (slot = hx_cache_take(e->cache)) < 0) {
@@ -348,21 +350,15 @@ int64_t hx_health_due_us(const hx_engine *e)
 
 /* ---- logits that do not change ------------------------------------------ */
 
-int hx_health_watch(hx_stream *s, hx_buf logits, int64_t r, hx_err *err)
+int hx_health_watch(hx_stream *s, const float *print, hx_err *err)
 {
-    hx_engine *e = s->engine;
+    const size_t n = HX_PRINT_FLOATS * sizeof *print;
     hx_watch *w = &s->watch;
-    float now[HX_PRINT_FLOATS] = { 0 };
-    const size_t n = (size_t)HX_MIN(HX_PRINT_FLOATS, e->info.n_vocab) * sizeof *now;
-    const size_t row = (size_t)e->info.n_vocab * sizeof *now;
     bool same = false;
-    int rc;
 
-    if ((rc = hx_dev_get(e->dev, now, hx_buf_at(logits, (size_t)r * row), n, err)) != 0)
-        return rc;
     for (int32_t i = 0; i < HX_MIN(w->n, HX_PRINT_CYCLE); i++)
-        same |= memcmp(w->print[i], now, sizeof now) == 0;
-    memcpy(w->print[w->n++ % HX_PRINT_CYCLE], now, sizeof now);
+        same |= memcmp(w->print[i], print, n) == 0;
+    memcpy(w->print[w->n++ % HX_PRINT_CYCLE], print, n);
     w->n_same = same ? w->n_same + 1 : 0;
     if (w->n_same < HX_PRINT_SAME)
         return 0;

@@ -95,10 +95,15 @@ static bool awaits_grammar(const hx_stream *s)
     return s->grammar != NULL && !s->grammar_on && !s->req.grammar_lazy;
 }
 
-int hx_sample_row_of(hx_stream *s, hx_sample_row *row, hx_err *err)
+bool hx_sample_is_free(const hx_stream *s)
+{
+    return s->grammar == NULL && !s->hist.on && s->generated >= s->req.n_forced;
+}
+
+int hx_sample_row_of(hx_stream *s, bool ahead, hx_sample_row *row, hx_err *err)
 {
     const hx_request *r = &s->req;
-    const int64_t made = s->n_token - s->n_prompt;
+    const int64_t made = s->n_token - s->n_prompt + ahead;
 
     *row = (hx_sample_row) {
         .temperature = r->temperature,

@@ -83,12 +83,27 @@ static void drop_slot(hx_stream *s, bool whole)
         chunk_close(e);
 }
 
+/* No flight has a row of the stream any more. One that was launched has folded the row
+ * before its own into the state; its own is not taken. */
+static void retract(hx_stream *s)
+{
+    hx_engine *e = s->engine;
+
+    for (int32_t i = 0; i < e->n_flight; i++)
+        for (int32_t r = 0; r < e->flight[i].n; r++)
+            if (e->flight[i].row[r] == s) {
+                e->flight[i].row[r] = NULL;
+                e->cache->slot[s->slot].pend = 0;
+            }
+}
+
 /* The stream's last event; its memory goes back, and itself when its owner has let go. */
 static void end_stream(hx_stream *s, hx_stop stop, int32_t stop_index, const hx_err *err)
 {
     hx_engine *e = s->engine;
     bool freed;
 
+    retract(s);
     drop_slot(s, err == NULL);
     pthread_mutex_lock(&e->lock);
     leave(s);
@@ -239,9 +254,12 @@ static int32_t forced_or(hx_stream *s, int32_t id)
 static bool accept_token(hx_stream *s, hx_out_token *t)
 {
     hx_err err = { 0 };
+    const int32_t chosen = t->token;
     int32_t which;
 
     t->token = hx_sample_settle(s, forced_or(s, t->token));
+    if (t->token != chosen)
+        retract(s); /* the step ahead goes on from the other one */
     hx_count(HX_C_generation_tokens_total, 1);
     hx_sample_seen(&s->hist, t->token, true);
     s->token[s->n_token++] = t->token;
@@ -288,17 +306,47 @@ static int sample_rows(hx_engine *e, hx_buf logits, int32_t first, int32_t n, hx
     return hx_op_sample(e->dev, &a, err);
 }
 
-/* Row r's choice, from the device. */
-static int take_choice(hx_engine *e, int32_t r, const hx_stream *s, hx_out_token *t,
-                       hx_err *err)
+/* Has the next tokens of the flight's first n_new rows chosen, whose logits are rows 0 …,
+ * and brought. A row that cannot be sampled ends its own stream only. */
+static int choose(hx_engine *e, hx_flight *f, hx_buf logits, hx_err *err)
 {
-    const size_t at = (size_t)r;
-    int rc;
+    const int32_t n = f->n_new;
+    const size_t row = (size_t)e->info.n_vocab * sizeof(float),
+                 print = (size_t)HX_MIN(HX_PRINT_FLOATS, e->info.n_vocab) * sizeof(float);
+    const bool ahead = f != e->flight;
+    bool each = false, logprobs = false, top = false;
+    hx_err row_err;
+    int rc = 0;
 
-    memset(t, 0, sizeof *t);
-    if ((rc = hx_dev_get(e->dev, &t->token, hx_buf_at(e->out_id, at * sizeof t->token),
-                         sizeof t->token, err)) != 0)
+    /* A grammar that allows nothing leaves an empty mask, which its row is refused for. */
+    for (int32_t r = 0; r < n; r++) {
+        each |= hx_sample_row_of(f->row[r], ahead, &e->row[r], &row_err) != 0;
+        logprobs |= f->row[r]->req.want_logprobs;
+        top |= f->row[r]->req.n_top > 0;
+    }
+    each = each || sample_rows(e, logits, 0, n, &row_err) != 0;
+    for (int32_t r = 0; r < n && each; r++)
+        if (sample_rows(e, logits, r, 1, &row_err) != 0)
+            end_stream(f->row[r], HX_STOP_NONE, -1, &row_err);
+    if ((rc = hx_dev_bring(e->dev, f->to->id, e->out_id, (size_t)n * sizeof(int32_t),
+                           err)) != 0 ||
+        (logprobs && (rc = hx_dev_bring(e->dev, f->to->logprob, e->out_logprob,
+                                        (size_t)n * sizeof(float), err)) != 0) ||
+        (top && (rc = hx_dev_bring(e->dev, f->to->top, e->out_top,
+                                   (size_t)n * sizeof *f->to->top, err)) != 0))
         return rc;
+    for (int32_t r = 0; r < n && rc == 0; r++)
+        rc = hx_dev_bring(e->dev, f->to->print[r], hx_buf_at(logits, (size_t)r * row),
+                          print, err);
+    return rc;
+}
+
+/* Row r's choice. */
+static int take_choice(const hx_flight *f, int32_t r, hx_out_token *t, hx_err *err)
+{
+    const hx_landing *l = f->to;
+
+    *t = (hx_out_token) { .token = l->id[r] };
     if (t->token == -1)
         return hx_fail(
             err, HX_EDEVICE,
@@ -306,41 +354,31 @@ static int take_choice(hx_engine *e, int32_t r, const hx_stream *s, hx_out_token
             "broken and ends here");
     if (t->token < 0)
         return hx_fail(err, HX_EARG, "sampling: every token is banned");
-    if (s->req.want_logprobs &&
-        (rc = hx_dev_get(e->dev, &t->logprob,
-                         hx_buf_at(e->out_logprob, at * sizeof t->logprob),
-                         sizeof t->logprob, err)) != 0)
-        return rc;
-    return s->req.n_top == 0
-               ? 0
-               : hx_dev_get(e->dev, t->top, hx_buf_at(e->out_top, at * sizeof t->top),
-                            (size_t)s->req.n_top * sizeof *t->top, err);
+    if (f->row[r]->req.want_logprobs)
+        t->logprob = l->logprob[r];
+    memcpy(t->top, l->top[r], (size_t)f->row[r]->req.n_top * sizeof *t->top);
+    return 0;
 }
 
-/* Chooses the next token of n streams whose logits are rows 0..n-1. A row that cannot be
- * sampled (NaN, everything banned) ends its own stream only. */
-static void choose(hx_engine *e, hx_buf logits, hx_stream **stream, int32_t n)
+/* The tokens of a flight that has landed. */
+static void hand_out(const hx_flight *f)
 {
-    hx_out_token t;
-    hx_err err = { 0 }, row_err;
-    bool each = false;
-    int rc, row_rc;
+    for (int32_t r = 0; r < f->n_new; r++) {
+        hx_stream *s = f->row[r];
+        hx_out_token t;
+        hx_err err = { 0 };
+        int rc;
 
-    /* A grammar that allows nothing leaves an empty mask, which its row is refused for. */
-    for (int32_t r = 0; r < n; r++)
-        each |= hx_sample_row_of(stream[r], &e->row[r], &err) != 0;
-    each = each || sample_rows(e, logits, 0, n, &err) != 0;
-    for (int32_t r = 0; r < n; r++) {
-        row_rc = each ? sample_rows(e, logits, r, 1, &row_err) : 0;
-        if ((rc = take_choice(e, r, stream[r], &t, &err)) == 0 && (rc = row_rc) != 0)
-            err = row_err;
-        if (rc == 0 && (rc = hx_health_watch(stream[r], logits, r, &err)) == 0) {
-            accept_token(stream[r], &t);
+        if (s == NULL)
+            continue;
+        if ((rc = take_choice(f, r, &t, &err)) == 0 &&
+            (rc = hx_health_watch(s, f->to->print[r], &err)) == 0) {
+            accept_token(s, &t);
             continue;
         }
         if (rc == HX_EDEVICE)
-            hx_health_suspect(stream[r], &err);
-        end_stream(stream[r], HX_STOP_NONE, -1, &err);
+            hx_health_suspect(s, &err);
+        end_stream(s, HX_STOP_NONE, -1, &err);
     }
 }
 
@@ -385,6 +423,7 @@ static void put_in_order(hx_engine *e, hx_stream *s)
  * prompt is read again and its tokens are fed again as the decode rows they were. */
 static void preempt(hx_engine *e, hx_stream *s)
 {
+    retract(s);
     if (e->chunk == s || !hx_reuse_park(e, s)) {
         drop_slot(s, false);
         s->n_done = 0;
@@ -456,24 +495,26 @@ static int32_t gather(hx_engine *e)
     return n;
 }
 
-/* One row of the next decode step. */
-static void add_row(hx_engine *e, hx_stream *s, int32_t r)
+/* Row r of a flight. ahead: the row before is still in the air. */
+static void add_row(hx_engine *e, hx_flight *f, hx_stream *s, bool ahead)
 {
-    e->row_of[r] = s;
-    e->id[r] = s->token[s->n_done];
+    const int32_t r = f->n++;
+
+    f->row[r] = s;
+    if (!ahead)
+        e->id[r] = s->token[s->n_done];
     e->span[r] = (hx_span) { .slot = s->slot,
                              .row0 = r,
                              .n_row = 1,
-                             .pos0 = (int32_t)s->n_done,
-                             .commit = e->cache->slot[s->slot].pend };
+                             .pos0 = (int32_t)s->n_done + ahead,
+                             .commit = ahead ? 1 : e->cache->slot[s->slot].pend };
 }
 
 /* The rows of the streams that gather() marked: first those whose next token is to be
- * chosen, *n_new of them, then those that feed again what they had. */
-static int32_t add_rows(hx_engine *e, int32_t *n_new)
+ * chosen, then those that feed again what they had. */
+static void add_rows(hx_engine *e, hx_flight *f)
 {
     hx_err err = { 0 };
-    int32_t n = 0;
 
     for (int pass = 0; pass < 2; pass++) {
         for (int32_t i = 0; i < e->n_run; i++) {
@@ -482,73 +523,156 @@ static int32_t add_rows(hx_engine *e, int32_t *n_new)
             if (!s->in_step || (pass == 0) != (s->n_done + 1 == s->n_token))
                 continue;
             if (hx_cache_grow(e->cache, s->slot, s->n_done + 1, &err) == 0) {
-                add_row(e, s, n++);
+                add_row(e, f, s, false);
             } else {
                 end_stream(s, HX_STOP_NONE, -1, &err);
                 i--;
             }
         }
         if (pass == 0)
-            *n_new = n;
+            f->n_new = f->n;
     }
-    return n;
 }
 
-/* With an expert store the step's end is waited for: when a lane has missed its deadline
- * nothing of the step may be used. */
-int hx_sched_decode(hx_engine *e, const hx_batch *b, hx_err *err)
+/* Whether the step after the one in the air can be launched already: the same rows, each
+ * fed the token that the device has just chosen. If one must wait for the host all do, for
+ * two steps of a part each would read the weights twice. */
+static bool add_rows_ahead(hx_engine *e, hx_flight *f)
+{
+    const hx_flight *last = e->flight;
+    hx_err err;
+
+    if (!e->run_ahead || e->n_flight != 1 || last->rc != 0 || last->n != last->n_new ||
+        last->n != e->n_run || e->n_wait > 0 || atomic_load(&e->nudge))
+        return false;
+    for (int32_t r = 0; r < last->n; r++) {
+        hx_stream *s = last->row[r];
+
+        if (s == NULL || !s->in_step || !hx_sample_is_free(s) ||
+            s->n_token + 1 - s->n_prompt >= s->max_new ||
+            s->pages < pages_of(s->n_done + 2) ||
+            hx_cache_grow(e->cache, s->slot, s->n_done + 2, &err) != 0)
+            return false;
+    }
+    for (int32_t r = 0; r < last->n; r++)
+        add_row(e, f, last->row[r], true);
+    f->n_new = f->n;
+    return true;
+}
+
+static int start_decode(hx_engine *e, const hx_batch *b, hx_err *err)
+{
+    hx_store *s = e->model->store;
+    int rc;
+
+    if (s != NULL)
+        hx_store_begin(s);
+    rc = hx_graph_step(e->decode, b, err);
+    return rc == 0 && s != NULL ? hx_store_sent(s, err) : rc;
+}
+
+/* When a lane has missed its deadline nothing of the step may be used. */
+static int end_decode(hx_engine *e, int rc, uint64_t ticket, int64_t rows, hx_err *err)
 {
     hx_store *s = e->model->store;
     hx_err late = { 0 };
-    int32_t id;
-    int rc, rc_end;
+    int rc_end;
 
-    if (s == NULL)
-        return hx_graph_step(e->decode, b, err);
-    hx_store_begin(s);
-    if ((rc = hx_graph_step(e->decode, b, err)) == 0)
-        rc = hx_dev_get(e->dev, &id, e->out_id, sizeof id, err);
-    rc_end = hx_store_end(s, rc == 0 ? b->rows.n_row : 0, &late);
-    if (rc == 0 && rc_end != 0)
+    if (rc == 0)
+        rc = hx_dev_reach(e->dev, ticket, err);
+    if (s == NULL || (rc_end = hx_store_end(s, rc == 0 ? rows : 0, &late)) == 0)
+        return rc;
+    if (rc == 0)
         *err = late;
     return rc != 0 ? rc : rc_end;
+}
+
+int hx_sched_decode(hx_engine *e, const hx_batch *b, hx_err *err)
+{
+    uint64_t ticket = 0;
+    int rc = start_decode(e, b, err);
+
+    if (rc == 0)
+        rc = hx_dev_mark(e->dev, &ticket, err);
+    return end_decode(e, rc, ticket, b->rows.n_row, err);
+}
+
+/* A decode step begins: of all rows that are ready, or ahead of the one in the air. */
+static bool launch(hx_engine *e, bool ahead)
+{
+    hx_flight *f = &e->flight[e->n_flight];
+
+    *f = (hx_flight) { .start_us = hx_now_us(), .to = e->landed[e->n_launched % 2].p };
+    if (ahead && !add_rows_ahead(e, f))
+        return false;
+    if (!ahead) {
+        hx_reuse_settle(e);
+        add_rows(e, f);
+    }
+    if (f->n == 0)
+        return false;
+    e->n_launched++;
+    e->n_flight++;
+    const hx_batch batch = { .phase = HX_PHASE_DECODE,
+                             .id = e->id,
+                             .ids = ahead ? e->out_id : (hx_buf) { 0 },
+                             .rows = { .span = e->span, .n_span = f->n, .n_row = f->n } };
+
+    f->rc = start_decode(e, &batch, &f->err);
+    if (f->rc == 0 && f->n_new > 0)
+        f->rc = choose(e, f, hx_graph_logits(e->decode), &f->err);
+    if (f->rc == 0)
+        f->rc = hx_dev_mark(e->dev, &f->ticket, &f->err);
+    return true;
+}
+
+static void land(hx_engine *e)
+{
+    hx_flight *const oldest = e->flight;
+    const int rc = end_decode(e, oldest->rc, oldest->ticket, oldest->n, &oldest->err);
+    const hx_flight f = *oldest;
+    const int64_t now = hx_now_us();
+    const double us = (double)(now - HX_MAX(f.start_us, e->landed_us));
+
+    e->landed_us = now;
+    e->flight[0] = e->flight[1];
+    e->n_flight--;
+    for (int32_t r = 0; r < f.n; r++) {
+        hx_stream *s = f.row[r];
+
+        if (s == NULL)
+            continue;
+        if (rc != 0) {
+            end_stream(s, HX_STOP_NONE, -1, &f.err);
+            continue;
+        }
+        e->cache->slot[s->slot].n_pos = ++s->n_done;
+        e->cache->slot[s->slot].pend = 1;
+        hx_reuse_decoded(s, 1);
+    }
+    if (rc != 0)
+        return;
+    hand_out(&f);
+    hx_sched_pick_decoded(&e->costs, &e->pick, f.n, (float)us);
+    pthread_mutex_lock(&e->lock);
+    e->decode_rate +=
+        (e->decode_rate == 0 ? 1 : 0.05) * (f.n * 1e6 / HX_MAX(us, 1) - e->decode_rate);
+    pthread_mutex_unlock(&e->lock);
+}
+
+void hx_sched_land(hx_engine *e)
+{
+    while (e->n_flight > 0)
+        land(e);
 }
 
 /* One token of every stream that is ready. */
 static void decode_step(hx_engine *e)
 {
-    const int64_t start = hx_now_us();
-    hx_err err = { 0 };
-    int32_t n_new, n;
-
-    hx_reuse_settle(e);
-    if ((n = add_rows(e, &n_new)) == 0)
+    if (e->n_flight == 0 && !launch(e, false))
         return;
-    const hx_batch batch = { .phase = HX_PHASE_DECODE,
-                             .id = e->id,
-                             .rows = { .span = e->span, .n_span = n, .n_row = n } };
-
-    if (hx_sched_decode(e, &batch, &err) != 0) {
-        for (int32_t r = 0; r < n; r++)
-            end_stream(e->row_of[r], HX_STOP_NONE, -1, &err);
-        return;
-    }
-    for (int32_t r = 0; r < n; r++) {
-        hx_stream *s = e->row_of[r];
-        hx_slot *slot = &e->cache->slot[s->slot];
-
-        slot->n_pos = ++s->n_done;
-        slot->pend = 1;
-        hx_reuse_decoded(s, 1);
-    }
-    if (n_new > 0)
-        choose(e, hx_graph_logits(e->decode), e->row_of, n_new);
-    const double us = (double)(hx_now_us() - start);
-    hx_sched_pick_decoded(&e->costs, &e->pick, n, (float)us);
-    pthread_mutex_lock(&e->lock);
-    e->decode_rate +=
-        (e->decode_rate == 0 ? 1 : 0.05) * (n * 1e6 / HX_MAX(us, 1) - e->decode_rate);
-    pthread_mutex_unlock(&e->lock);
+    launch(e, true);
+    land(e);
 }
 
 /* ---- scoring ----------------------------------------------------------- */
@@ -722,6 +846,26 @@ static void count_read(hx_engine *e, hx_stream *s, int64_t n)
     pthread_mutex_unlock(&e->lock);
 }
 
+/* The prompt's last row lands like a step of one row that is not computed. */
+static void first_token(hx_engine *e, hx_stream *s)
+{
+    hx_flight *f = e->flight;
+
+    hx_assert(e->n_flight == 0);
+    *f = (hx_flight) {
+        .row = { s }, .n = 1, .n_new = 1, .to = e->landed[e->n_launched++ % 2].p
+    };
+    e->n_flight = 1;
+    if ((f->rc = choose(e, f, hx_graph_logits(e->prefill), &f->err)) == 0 &&
+        (f->rc = hx_dev_mark(e->dev, &f->ticket, &f->err)) == 0)
+        f->rc = hx_dev_reach(e->dev, f->ticket, &f->err);
+    e->n_flight = 0;
+    if (f->rc == 0)
+        hand_out(f);
+    else if (f->row[0] != NULL)
+        end_stream(s, HX_STOP_NONE, -1, &f->err);
+}
+
 /* The logits of the prompt's last row are there. */
 static void prompt_is_read(hx_engine *e, hx_stream *s)
 {
@@ -729,7 +873,7 @@ static void prompt_is_read(hx_engine *e, hx_stream *s)
     s->state = HX_SEQ_DECODE;
     pthread_mutex_unlock(&e->lock);
     if (s->n_token == s->n_prompt) /* else preempted before: its next token is known */
-        choose(e, hx_graph_logits(e->prefill), &s, 1);
+        first_token(e, s);
 }
 
 /* All layers of the chunk are done. */
@@ -1059,6 +1203,10 @@ static bool step(hx_engine *e)
     hx_pick pick;
 
     p->n_decode = gather(e);
+    if (e->n_flight > 0) {
+        decode_step(e);
+        return true;
+    }
     if (prompt != NULL && prompt->state != HX_SEQ_PREFILL) /* preempted by gather() */
         prompt = next_prefill(e);
     p->prefill = prompt != NULL;
@@ -1102,6 +1250,7 @@ void *hx_sched_run(void *arg)
             hx_store_report(e->model->store, &e->experts);
         pthread_mutex_unlock(&e->lock);
     }
+    hx_sched_land(e);
     while (e->n_run > 0)
         end_stream(e->run[0], HX_STOP_CANCEL, -1, NULL);
     while (e->n_wait > 0)

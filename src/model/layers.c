@@ -444,6 +444,28 @@ int hx_layers_dense(const hx_layer_call *c, const hx_expert *w, hx_buf y, hx_err
     return linear(c, y, d, c->a, f, &w->down, err);
 }
 
+/* What the next layer will probably pick, as its router sees the input of this one. */
+static int predict(const hx_layer_call *c, const hx_layer *next, hx_err *err)
+{
+    const hx_router_args route = { .id = c->store->ahead.id,
+                                   .weight = c->store->ahead.w,
+                                   .x = c->x,
+                                   .bias = next->router_bias,
+                                   .score = c->store->ahead.score,
+                                   .w = &next->router,
+                                   .rows = c->rows.n_row,
+                                   .active = c->d->n_active,
+                                   .factor = c->d->route_factor };
+
+    return hx_op_router(c->dev, &route, err);
+}
+
+/* Layer l's part of a table i32 [n_layer, R, A] of drawn picks. */
+static hx_buf drawn_at(const hx_layer_call *c, int64_t l)
+{
+    return hx_buf_at(c->drawn, (size_t)(l * c->rows.n_row * c->d->n_active) * 4);
+}
+
 int hx_layers_moe(const hx_layer_call *c, const hx_layer *w, hx_err *err)
 {
     const hx_desc *d = c->d;
@@ -473,16 +495,19 @@ int hx_layers_moe(const hx_layer_call *c, const hx_layer *w, hx_err *err)
                                 .rows = rows,
                                 .active = d->n_active,
                                 .dim = d->width };
+    const bool ahead = c->phase == HX_PHASE_DECODE && c->store != NULL &&
+                       hx_ahead_after(c->store, c->layer);
     int rc;
 
     if ((rc = fork_side(c, err)) != 0 ||
         (rc = hx_layers_dense(c, &w->dense, c->y, err)) != 0 ||
-        (rc = end_side(c, err)) != 0 || (rc = hx_op_router(c->dev, &route, err)) != 0)
+        (ahead && (rc = predict(c, w + 1, err)) != 0) || (rc = end_side(c, err)) != 0 ||
+        (rc = hx_op_router(c->dev, &route, err)) != 0)
         return rc;
     tap(c, "router_id", c->route_id);
     tap(c, "router_w", c->route_w);
     if (c->drawn.p != NULL)
-        moe.id = hx_buf_at(c->drawn, (size_t)(c->layer * rows * d->n_active) * 4);
+        moe.id = drawn_at(c, c->layer);
     hx_count(HX_C_expert_rows_total, rows * d->n_active);
     if (c->store != NULL) {
         rc = c->phase == HX_PHASE_DECODE
@@ -492,7 +517,14 @@ int hx_layers_moe(const hx_layer_call *c, const hx_layer *w, hx_err *err)
         if (rc != 0)
             return rc;
     }
-    if ((rc = hx_op_moe(c->dev, &moe, err)) != 0 || (rc = join_side(c, err)) != 0)
+    if ((rc = hx_op_moe(c->dev, &moe, err)) != 0 || (rc = join_side(c, err)) != 0 ||
+        (c->store != NULL && c->phase == HX_PHASE_DECODE &&
+         (rc = hx_ahead_end(c->store, c->layer, err)) != 0) ||
+        (ahead &&
+         (rc = hx_ahead_fetch(c->store, c->layer, rows,
+                              c->drawn.p != NULL ? drawn_at(c, d->n_layer + c->layer + 1)
+                                                 : c->store->ahead.id,
+                              err)) != 0))
         return rc;
     return hx_op_combine(c->dev, &combine, err);
 }

@@ -245,6 +245,7 @@ typedef enum { HX_PHASE_PREFILL, HX_PHASE_DECODE } hx_phase;
 typedef struct {
     hx_phase phase;
     const int32_t *id;      /* [rows.n_row] */
+    hx_buf ids;             /* the same in device memory; then id is not looked at */
     hx_rows rows;           /* spans; row numbers start at 0 */
     const hx_snap_at *snap; /* [n_snap] by row; borrowed as the rest */
     int32_t n_snap;
@@ -310,7 +311,8 @@ typedef struct {
     hx_buf part;       /* f32 [R, A, D] outputs of experts */
     hx_buf route_id, route_w, route_score;
     hx_store *store; /* NULL: experts are read where the model says */
-    hx_buf drawn; /* i32 [n_layer, R, A] picks instead of the router\'s; p NULL: none */
+    hx_buf drawn; /* i32 [2, n_layer, R, A] picks, and such as are predicted for a layer,
+                   * instead of the router's; p NULL: none */
     hx_buf score; /* indexer: f32, as many rows as fit */
     hx_buf pick, n_pick; /* i32 [R, k], [R] */
     int64_t ld_score;    /* of a whole context */

@@ -482,10 +482,8 @@ static int time_device(hx_store *s, const trial *t, const int32_t *id, int64_t n
     return rc;
 }
 
-/* Microseconds from plan to the end of combine, when the lane has one expert to do or, with
- * lane_us 0, nothing. */
-static int time_round(hx_store *s, const trial *t, int32_t id, float lane_us, double *us,
-                      hx_err *err)
+/* Microseconds that posting a job and seeing its answer take beside the lane's own time. */
+static int time_post(hx_store *s, const trial *t, int32_t id, float *us, hx_err *err)
 {
     const hx_rates kept = s->rates;
     hx_moe_args moe = { 0 };
@@ -502,18 +500,24 @@ static int time_round(hx_store *s, const trial *t, int32_t id, float lane_us, do
     for (int64_t i = 0; i < s->n_active; i++)
         same[i] = id;
     rc = hx_dev_put(s->dev, t->id, same, (size_t)s->n_active * sizeof *same, err);
-    s->rates = (hx_rates) { .link_us = 1e6f, .lane_us = lane_us };
-    *us = 1e12;
+    s->rates = (hx_rates) { .link_us = 1e6f, .lane_us = 1 };
+    *us = 1e6f;
     hx_store_begin(s);
     for (int i = 0; i < TRIES && rc == 0; i++) {
-        const int64_t start = hx_now_us();
+        hx_experts before = { 0 }, after = { 0 };
 
+        hx_lane_report(s->lane, &before);
         if ((rc = hx_store_plan(s, t->layer, 1, t->id, t->x, &moe, &c, err)) == 0 &&
-            (rc = hx_op_combine(s->dev, &c, err)) == 0 && (rc = wait_device(s, err)) == 0)
-            *us = HX_MIN(*us, (double)(hx_now_us() - start));
+            (rc = hx_op_combine(s->dev, &c, err)) == 0)
+            rc = wait_device(s, err);
+        hx_lane_report(s->lane, &after);
+        if (after.awaited > before.awaited)
+            *us = HX_MIN(*us, (float)(after.post_us - before.post_us));
     }
     hx_lane_rest(s->lane);
     s->rates = kept;
+    if (*us > 1e5f) /* answers were there at once */
+        *us = 0;
     return rc != 0 ? rc : hx_lane_late(s->lane, err);
 }
 
@@ -546,25 +550,28 @@ static int time_each(hx_store *s, const trial *t, bool resident, float *us, hx_e
     return 0;
 }
 
+/* One expert alone takes longer than one more does: that goes to the post. */
 static int time_lane(hx_store *s, const trial *t, hx_err *err)
 {
     hx_rates *r = &s->rates;
     const int64_t few = HX_MIN(4, s->max_pick / s->n_active);
-    double none, one, all, more;
+    const int32_t layer = (int32_t)t->layer;
+    double one, all, more;
     int32_t id[64];
     int64_t n = some(s, t, false, id, HX_MIN(s->n_active, 64));
     int rc;
 
     if (s->lane == NULL || n < 2)
         return 0;
-    if ((rc = time_round(s, t, id[0], 0, &none, err)) != 0 ||
-        (rc = time_round(s, t, id[0], 1, &one, err)) != 0 ||
-        (rc = hx_lane_time(s->lane, (int32_t)t->layer, id, n, 1, &all, err)) != 0 ||
-        (rc = hx_lane_time(s->lane, (int32_t)t->layer, id, n, few, &more, err)) != 0)
+    if ((rc = time_post(s, t, id[0], &r->post_us, err)) != 0 ||
+        (rc = hx_lane_time(s->lane, layer, id, 1, 1, &one, err)) != 0 ||
+        (rc = hx_lane_time(s->lane, layer, id, n, 1, &all, err)) != 0 ||
+        (rc = hx_lane_time(s->lane, layer, id, n, few, &more, err)) != 0)
         return rc;
-    r->lane_us = (float)(all / (double)n);
+    r->lane_us = (float)HX_MAX((all - one) / (double)(n - 1), 0.1);
     r->row_us = (float)(few > 1 ? HX_MAX(more - all, 0) / (double)(n * (few - 1)) : 0);
-    r->post_us = (float)HX_MAX(one - none - all / (double)n, 0);
+    r->post_us += (float)HX_MAX(one - (double)r->lane_us, 0);
+    s->learn = true;
     return 0;
 }
 
@@ -614,6 +621,10 @@ int hx_store_plan(hx_store *s, int64_t layer, int64_t rows, hx_buf id, hx_buf x,
                              .resident =
                                  hx_store_row(s, s->resident, layer, sizeof(int32_t)),
                              .lane = s->lane,
+                             .ahead = s->ahead.to.slots.p != NULL ? &s->ahead.to : NULL,
+                             .fetched = s->ahead.layer == layer,
+                             .learn = s->learn && s->lane != NULL,
+                             .at = hx_store_row(s, s->at, layer, sizeof(hx_lease)),
                              .rows = rows,
                              .active = s->n_active,
                              .n_expert = s->n_expert,
@@ -636,10 +647,17 @@ void hx_store_begin(hx_store *s)
         hx_lane_awake(s->lane);
 }
 
+int hx_store_sent(hx_store *s, hx_err *err)
+{
+    const hx_buf to = s->told[s->n_sent++ % 2];
+
+    return hx_dev_bring(s->dev, to.p, s->log, to.n, err);
+}
+
 /* What plan logged of the step that ends, [n_layer, max_pick], for the host. */
 static const int32_t *picks_of(const hx_store *s)
 {
-    return s->log.p;
+    return s->told[s->stats.steps % 2].p;
 }
 
 /* Counts a layer's picks; each distinct expert once. Wanted gets those that were missing. */
@@ -647,10 +665,12 @@ static void count_layer(hx_store *s, int64_t layer, int64_t picks, int64_t *want
                         int64_t *n_wanted)
 {
     const int32_t *log = picks_of(s) + layer * s->max_pick;
-    int64_t *const by_side[] = { &s->stats.here, &s->stats.link, &s->stats.lane };
+    int64_t *const by_side[] = { &s->stats.here, &s->stats.link, &s->stats.lane,
+                                 &s->stats.ahead };
     static const hx_counter counter[] = { HX_C_experts_here_total,
                                           HX_C_experts_link_total,
-                                          HX_C_experts_lane_total };
+                                          HX_C_experts_lane_total,
+                                          HX_C_experts_ahead_total };
 
     s->stats.picks += picks;
     for (int64_t p = 0; p < picks; p++) {
@@ -660,7 +680,7 @@ static void count_layer(hx_store *s, int64_t layer, int64_t picks, int64_t *want
 
         for (int64_t o = 0; o < p && !again; o++)
             again = (log[o] & 0xFFFFFF) == id;
-        if (again || id >= s->n_expert || side > HX_SIDE_LANE)
+        if (again || id >= s->n_expert || side > HX_SIDE_AHEAD)
             continue;
         ++*by_side[side];
         hx_count(counter[side], 1);
@@ -753,8 +773,9 @@ void hx_store_report(const hx_store *s, hx_experts *out)
     out->n_slot = s->n_all_slot;
     out->n_expert = s->n_moe * (int32_t)s->n_expert;
     out->expert_bytes = s->record_bytes;
-    out->wait_us = s->lane != NULL ? hx_lane_wait_us(s->lane) : 0;
-    out->lane_us = s->lane != NULL ? hx_lane_busy_us(s->lane) : 0;
+    if (s->lane != NULL)
+        hx_lane_report(s->lane, out);
+    hx_ahead_report(s, out);
     out->us[0] = (double)r->here_us;
     out->us[1] = (double)r->link_us;
     out->us[2] = (double)r->lane_us;
@@ -790,13 +811,18 @@ static int open_buffers(hx_store *s, hx_err *err)
         { &s->at, n * sizeof(hx_lease) },
         { &s->here, picks },
         { &s->there, picks },
+        { &s->log, (size_t)s->n_layer * picks },
     };
     int rc;
 
     for (size_t i = 0; i < HX_LEN(want); i++)
         if ((rc = hx_dev_alloc(s->dev, want[i].b, HX_MAX(want[i].bytes, 64), err)) != 0)
             return rc;
-    return hx_dev_shared(s->dev, &s->log, (size_t)s->n_layer * picks, err);
+    for (int i = 0; i < 2; i++)
+        if ((rc = hx_dev_shared(s->dev, &s->told[i], (size_t)s->n_layer * picks, err)) !=
+            0)
+            return rc;
+    return 0;
 }
 
 static int open_lane(hx_store *s, const hx_store_opt *opt, hx_err *err)
@@ -861,6 +887,7 @@ int hx_store_open(hx_store **out, hx_model *m, hx_dev *dev, const hx_store_opt *
         goto fail;
     }
     if ((rc = check(s, opt, bytes, err)) != 0 ||
+        (rc = hx_ahead_open(s, opt->max_rows, err)) != 0 ||
         (rc = hx_pool_open(&pool, hx_sys_n_cpu(), NULL, err)) != 0 ||
         (rc = gather(s, pool, err)) != 0 || (rc = lock_memory(s, pool, err)) != 0 ||
         (rc = hx_clock_open(&s->clock, d->n_layer * d->n_expert, s->n_all_slot, err)) !=
@@ -890,12 +917,15 @@ void hx_store_close(hx_store *s)
         return;
     hx_lane_close(s->lane);
     hx_lend_close(s);
+    hx_ahead_close(s);
     hx_dev_free(s->dev, &s->slots);
     hx_dev_free(s->dev, &s->resident);
     hx_dev_free(s->dev, &s->at);
     hx_dev_free(s->dev, &s->here);
     hx_dev_free(s->dev, &s->there);
-    hx_dev_unshared(s->dev, &s->log);
+    hx_dev_free(s->dev, &s->log);
+    hx_dev_unshared(s->dev, &s->told[0]);
+    hx_dev_unshared(s->dev, &s->told[1]);
     for (int i = 0; i < s->n_pin; i++)
         if (s->pin[i] != NULL)
             hx_dev_unpin(s->dev, s->pin[i]);

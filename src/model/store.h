@@ -40,15 +40,24 @@ typedef struct hx_store {
     int n_pin;
     hx_lane *lane; /* NULL: none */
     hx_rates rates;
+    bool learn;           /* rates were measured: plan corrects them */
     hx_clock clock;       /* items: layer * E + expert */
     hx_buf slots;         /* [n_slot] records in device memory */
     hx_buf resident, at;  /* i32, hx_lease [n_layer, E] */
     hx_buf here, there;   /* i32 [max_pick] */
-    hx_buf log;           /* i32 [n_layer, max_pick], seen by both */
+    hx_buf log;           /* i32 [n_layer, max_pick] */
+    hx_buf told[2];       /* the same on the host, of the steps that may be on their way */
+    int64_t n_sent;       /* steps */
     struct hx_move *move; /* [HX_MOVE_MAX] pushes on their way */
     int n_move;
     int32_t n_all_slot;   /* slots when none are lent */
     struct hx_lend *lend; /* lend.c; NULL: too few slots, or one for each expert */
+    struct {
+        hx_ahead to; /* slots.p NULL: none are fetched */
+        hx_buf shared;
+        hx_buf id, w, score; /* of the router that predicts, as in hx_router_args */
+        int64_t layer;       /* for which a fetch is under way; -1: none */
+    } ahead;
     hx_experts stats;
     FILE *trace; /* NULL: none */
     hx_trace_shape trace_shape;
@@ -68,11 +77,27 @@ uint64_t hx_store_bytes(const struct hx_model *m, size_t *record_bytes);
 /* Fills what a decode call of moe and combine need beside their own: runs op plan. */
 int hx_store_plan(hx_store *s, int64_t layer, int64_t rows, hx_buf id, hx_buf x,
                   hx_moe_args *moe, hx_combine_args *combine, hx_err *err);
-/* Around a decode step: the lane polls in between. End counts, admits, moves; the step's
- * results must have been read. HX_EDEVICE when the lane was late. */
+/* Around a decode step: the lane polls in between. Sent: all of it has been launched. End
+ * counts, admits, moves; a mark after sent must have been reached. Two steps may be between
+ * begin and end, in order. HX_EDEVICE when the lane was late. */
 void hx_store_begin(hx_store *s);
+int hx_store_sent(hx_store *s, hx_err *err);
 int hx_store_end(hx_store *s, int64_t rows, hx_err *err);
 void hx_store_report(const hx_store *s, hx_experts *out);
+
+/* ---- ahead.c: experts of the next layer ----------------------------------------------- */
+
+/* Experts of the next layer, fetched while the link is idle: after moe of a decode
+ * layer, when all that is read in place has been read. */
+int hx_ahead_open(hx_store *s, int64_t max_rows, hx_err *err);
+void hx_ahead_close(hx_store *s);
+void hx_ahead_report(const hx_store *s, hx_experts *out);
+/* Whether layer + 1 is predicted in layer. */
+bool hx_ahead_after(const hx_store *s, int64_t layer);
+/* After moe of a decode layer: the fetch for it is over. */
+int hx_ahead_end(hx_store *s, int64_t layer, hx_err *err);
+/* id i32 [R, A]: picks of layer + 1 as predicted. */
+int hx_ahead_fetch(hx_store *s, int64_t layer, int64_t rows, hx_buf id, hx_err *err);
 
 /* ---- lend.c: slots lent to long prompts ------------------------------------------------ */
 

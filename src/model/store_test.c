@@ -12,6 +12,7 @@
 
 #include "dev/cpu.h"
 #include "dev/lane.h"
+#include "engine/engine.h"
 #include "hoist.h"
 
 #define MODEL "models/demo-exl3"
@@ -104,6 +105,8 @@ static hx_engine *open_with(const hx_options *opt)
         o.n_threads = 2;
     if (hx_open(&e, &o, &err) != 0)
         fail_msg("%s", err.msg);
+    if (opt->vram_bytes != 0) /* as where the device works on its own */
+        e->run_ahead = true;
     return e;
 }
 
@@ -144,6 +147,12 @@ static void test_tiers(void **state)
         { "most slots, all on the lane",
           { .vram_bytes = 1000000, .expert_us = { 1, 1e6f, 1, 0, 0 } },
           HX_SIDE_LANE },
+        { "most slots, shared out, fetches",
+          { .vram_bytes = 1000000, .expert_us = { 1, 10, 12, 4, 5 } },
+          HX_SIDE_HERE },
+        { "most slots, no lane, fetches",
+          { .vram_bytes = 1000000, .mode = "gpu-only" },
+          HX_SIDE_LINK },
         { "scalar, lane too",
           { .vram_bytes = 400000, .cpu_isa = "scalar", .expert_us = { 1, 10, 10, 1, 0 } },
           HX_SIDE_HERE },
@@ -166,14 +175,18 @@ static void test_tiers(void **state)
         answers(e, got);
         hx_get_experts(e, &x);
         print_message(
-            "           %-28s %3d of %d slots, steps %lld: %lld here, %lld link, "
-            "%lld lane, %lld moved in\n",
+            "           %-31s %3d of %d slots, steps %lld: %lld here, %lld link, "
+            "%lld lane, %lld ahead, %lld moved in\n",
             ways[w].name, x.n_slot, x.n_expert, (long long)x.steps, (long long)x.here,
-            (long long)x.link, (long long)x.lane, (long long)x.pushed);
+            (long long)x.link, (long long)x.lane, (long long)x.ahead,
+            (long long)x.pushed);
         if (memcmp(want, got, sizeof want) != 0)
             fail_msg("%s: another answer", ways[w].name);
         assert_true(x.steps >= 3 * (N_NEW - 1) + N_NEW - 1);
-        assert_true(x.here + x.link + x.lane <= x.picks);
+        assert_true(x.here + x.link + x.lane + x.ahead <= x.picks);
+        assert_true(x.ahead <= x.predicted_right && x.predicted_right <= x.predicted);
+        assert_true((x.predicted > 0) == (strstr(ways[w].name, "most slots") != NULL));
+        assert_true((x.ahead > 0) == (x.predicted > 0));
         const bool given = ways[w].opt.expert_us[0] > 0;
         assert_true(!given || ways[w].only == HX_SIDE_LINK || x.lane > 0);
         assert_true(!given || ways[w].only == HX_SIDE_LANE || x.link > 0);

@@ -288,7 +288,7 @@ static void test_store(void **state)
         fail_msg("%s", err.msg);
     assert_int_equal(t->n_step, x.steps);
     assert_int_equal(t->n_pick, x.picks);
-    assert_int_equal(t->begin[t->n_step], x.here + x.link + x.lane);
+    assert_int_equal(t->begin[t->n_step], x.here + x.link + x.lane + x.ahead);
     assert_int_equal(t->shape.n_moe * t->shape.n_expert, x.n_expert);
     assert_in_range(x.n_slot, 1, x.n_expert / 2);
     /* The store says a step later that a newcomer has arrived: a hit less for some. */
