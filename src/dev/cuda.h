@@ -11,6 +11,7 @@
 
 enum {
     HX_CUDA_JOB_ROWS = 16, /* most rows of one job */
+    HX_CUDA_BESIDE = 4,    /* most products of one launch of hx_cuda_rows */
     HX_CUDA_FEW_ROWS = 4,  /* of a product that makes its activations itself */
     HX_CUDA_MAX_BPS = 4    /* most 128-input blocks of four warps */
 };
@@ -66,8 +67,9 @@ size_t hx_cuda_area_bytes(const hx_cuda_shape *s, int n_sm);
 cudaError_t hx_cuda_area_of(const hx_cuda_shape *s, const hx_cuda_work *w,
                             hx_cuda_area *out);
 
-/* Products: hx_cuda_rows() one job, by value; hx_cuda_jobs() a device array [n_job] whose
- * activations are in the area already. */
+/* Products: hx_cuda_rows() n_job jobs (0: 1) in host memory, with as many rows each and
+ * slots of their own; hx_cuda_jobs() a device array [n_job] whose activations are in the
+ * area already. */
 cudaError_t hx_cuda_rows(const hx_cuda_job *job, const hx_cuda_shape *s,
                          const hx_cuda_work *w, cudaStream_t stream);
 cudaError_t hx_cuda_jobs(const hx_cuda_job *jobs, const hx_cuda_shape *s,

@@ -30,10 +30,15 @@
 #define MOST_QUADS(rq, half) ((rq) == 4 && (half) ? 2 : MAX_QUADS)
 #define MOST_BPS(rq)         ((rq) == 4 ? 2 : HX_CUDA_MAX_BPS)
 
+/* Jobs that go with a launch. */
+struct jobs {
+    hx_cuda_job j[HX_CUDA_BESIDE];
+};
+
 /* What the products of a launch are given. */
 struct product {
-    hx_cuda_job one;
-    const hx_cuda_job *many; /* NULL: one */
+    jobs few;
+    const hx_cuda_job *many; /* NULL: few */
     hx_cuda_area area;
     int64_t n_pad, k_pad;
     int bps;  /* 128-input blocks of a quad */
@@ -70,22 +75,19 @@ __device__ static inline void inputs(float v[4], const hx_cuda_job *j, int64_t r
         v[i] = (at + i < j->k ? x[i] : 0.0f) * hx_f16_to(suh[i]);
 }
 
-/* Grid (blocks of k / 4, rows), 128 threads: a warp makes one block of one row. */
+/* Grid (blocks of k / 4, rows, jobs), 128 threads: a warp makes one block of one row. */
 __global__ void __launch_bounds__(QUAD)
-    exl3_quantize(const __grid_constant__ hx_cuda_job j, int64_t n_block,
-                  hx_cuda_area area)
+    exl3_quantize(const __grid_constant__ jobs all, int64_t n_block, hx_cuda_area area)
 {
-    const int lane = threadIdx.x & 31;
-    const int64_t b = (int64_t)blockIdx.x * 4 + (threadIdx.x >> 5),
-                  at = b * 128 + 4 * lane;
-    const int64_t row = blockIdx.y;
-    const int64_t out = (j.slot + row) * n_block + b;
+    const hx_cuda_job *j = &all.j[blockIdx.z];
+    const int64_t b = (int64_t)blockIdx.x * 4 + (threadIdx.x >> 5), row = blockIdx.y;
+    const int64_t out = (j->slot + row) * n_block + b;
     float v[4];
 
     hx_cuda_in_turn();
     if (b >= n_block)
         return;
-    inputs(v, &j, row, at);
+    inputs(v, j, row, b * 128 + 4 * (threadIdx.x & 31));
     hx_cuda_quantize(v, area.plane + out * 32, &area.scale[out]);
 }
 
@@ -514,7 +516,7 @@ __global__ void __launch_bounds__(QUAD *MOST_QUADS(RQ, HALF), RQ == 1 ? 2 : 1)
 
     if (p.fresh)
         hx_cuda_after_previous();
-    const hx_cuda_job *j = p.many != NULL ? p.many + blockIdx.z : &p.one;
+    const hx_cuda_job *j = (p.many != NULL ? p.many : p.few.j) + blockIdx.z;
     const int rows = j->rows;
     for (int b = 0; b < mine && rows > 0; b++) {
         fetch_tiles<K2>(p, j, block0 + b, tiles + b * block_bytes);
@@ -712,19 +714,21 @@ cudaError_t hx_cuda_rows(const hx_cuda_job *job, const hx_cuda_shape *s,
     product p = {};
     cudaError_t rc;
 
-    shape.n_job = 1;
+    shape.n_job = HX_MAX(s->n_job, 1);
     shape.rows = job->rows;
+    if (shape.n_job > HX_CUDA_BESIDE)
+        return cudaErrorInvalidValue;
     if ((rc = hx_cuda_area_of(&shape, w, &p.area)) != cudaSuccess)
         return rc;
+    for (int i = 0; i < shape.n_job; i++)
+        p.few.j[i] = job[i];
     p.made = job->rows > HX_CUDA_FEW_ROWS || load_of(&shape, w->n_sm) >= MADE_LOAD;
     if (p.made)
         rc = hx_cuda_launch(w->overlap, exl3_quantize,
-                            dim3((unsigned)((n_block + 3) / 4), (unsigned)job->rows),
-                            dim3(QUAD), 0, stream, *job, n_block, p.area);
-    if (rc != cudaSuccess)
-        return rc;
-    p.one = *job;
-    return multiply(&p, &shape, w, stream);
+                            dim3((unsigned)((n_block + 3) / 4), (unsigned)job->rows,
+                                 (unsigned)shape.n_job),
+                            dim3(QUAD), 0, stream, p.few, n_block, p.area);
+    return rc == cudaSuccess ? multiply(&p, &shape, w, stream) : rc;
 }
 
 cudaError_t hx_cuda_jobs(const hx_cuda_job *jobs, const hx_cuda_shape *s,

@@ -480,27 +480,43 @@ static hx_cuda_work work_of(const hx_cuda *c)
     return w;
 }
 
-static hx_cuda_shape shape_of(const hx_mat *m, int64_t rows)
+static hx_cuda_shape shape_of(const hx_mat *m, int64_t rows, int n_job)
 {
     hx_cuda_shape s = {};
 
     s.n_pad = m->n_pad;
     s.k_pad = m->k_pad;
     s.k2 = m->k2;
-    s.n_job = 1;
+    s.n_job = n_job;
     s.rows = (int)rows;
-    s.slots = rows;
+    s.slots = rows * n_job;
     s.codebook = m->codebook;
     return s;
 }
 
-static int exl3_matmul(hx_cuda *c, const hx_matmul_args *a, hx_err *err)
+static bool same_kind(const hx_mat *a, const hx_mat *b)
+{
+    return a->fmt == b->fmt && a->n == b->n && a->k == b->k && a->k2 == b->k2 &&
+           a->codebook == b->codebook && a->block_n == b->block_n &&
+           a->block_k == b->block_k;
+}
+
+/* The call, and as many of those beside it as one launch does with it; *rest: the first of
+ * the others. */
+static int exl3_matmul(hx_cuda *c, const hx_matmul_args *a, const hx_matmul_args **rest,
+                       hx_err *err)
 {
     const hx_cuda_work w = work_of(c);
+    const hx_matmul_args *call[HX_CUDA_BESIDE] = { a };
     int64_t most = HX_MIN(a->rows, (int64_t)HX_CUDA_JOB_ROWS);
+    int n = 1;
 
+    for (*rest = a->beside;
+         *rest != NULL && n < HX_CUDA_BESIDE && same_kind(a->w, (*rest)->w);
+         *rest = (*rest)->beside)
+        call[n++] = *rest;
     for (; most > 0; most /= 2) {
-        const hx_cuda_shape s = shape_of(a->w, most);
+        const hx_cuda_shape s = shape_of(a->w, most, n);
 
         if (hx_cuda_area_bytes(&s, c->n_sm) <= c->scratch_bytes)
             break;
@@ -508,21 +524,26 @@ static int exl3_matmul(hx_cuda *c, const hx_matmul_args *a, hx_err *err)
     if (most == 0 && a->rows > 0)
         return no_scratch(c, "matmul", err);
     for (int64_t r = 0; r < a->rows; r += most) {
-        const hx_cuda_shape s = shape_of(a->w, HX_MIN(most, a->rows - r));
-        hx_cuda_job j = {};
+        const hx_cuda_shape s = shape_of(a->w, HX_MIN(most, a->rows - r), n);
+        hx_cuda_job job[HX_CUDA_BESIDE] = {};
 
-        j.trellis = a->w->w;
-        j.suh = a->w->suh;
-        j.svh = a->w->svh;
-        j.bias = a->w->bias;
-        j.x = (const float *)a->x.p + r * a->ldx;
-        j.y = (float *)a->y.p + r * a->ldy;
-        j.ldx = a->ldx;
-        j.ldy = a->ldy;
-        j.n = a->w->n;
-        j.k = a->w->k;
-        j.rows = s.rows;
-        const cudaError_t rc = hx_cuda_rows(&j, &s, &w, c->stream);
+        for (int i = 0; i < n; i++) {
+            hx_cuda_job *j = &job[i];
+
+            j->trellis = call[i]->w->w;
+            j->suh = call[i]->w->suh;
+            j->svh = call[i]->w->svh;
+            j->bias = call[i]->w->bias;
+            j->x = (const float *)call[i]->x.p + r * call[i]->ldx;
+            j->y = (float *)call[i]->y.p + r * call[i]->ldy;
+            j->ldx = call[i]->ldx;
+            j->ldy = call[i]->ldy;
+            j->n = call[i]->w->n;
+            j->k = call[i]->w->k;
+            j->rows = s.rows;
+            j->slot = i * s.rows;
+        }
+        const cudaError_t rc = hx_cuda_rows(job, &s, &w, c->stream);
         if (rc != cudaSuccess)
             return hx_cuda_fail(err, "matmul", rc);
     }
@@ -580,7 +601,7 @@ extern "C" int hx_cuda_matmul(hx_dev *d, const hx_matmul_args *a, hx_err *err)
     if (a->prefill) {
         rc = many_matmul(c, a, err);
     } else if (a->w->fmt == HX_FMT_EXL3) {
-        rc = exl3_matmul(c, a, err);
+        rc = exl3_matmul(c, a, &rest, err);
     } else {
         const plain_set set = plain_set_of(a, &rest);
 
@@ -733,13 +754,6 @@ static int expert_table(hx_cuda *c, const hx_moe_args *a, const hx_cuda_expert *
         return 0;
     at->key = NULL;
     return hx_cuda_fail(err, "moe", rc);
-}
-
-static bool same_kind(const hx_mat *a, const hx_mat *b)
-{
-    return a->fmt == b->fmt && a->n == b->n && a->k == b->k && a->k2 == b->k2 &&
-           a->codebook == b->codebook && a->block_n == b->block_n &&
-           a->block_k == b->block_k;
 }
 
 /* One kernel serves all experts: they must look alike. */
