@@ -11,7 +11,6 @@
 
 enum {
     HX_CUDA_JOB_ROWS = 16, /* most rows of one job */
-    HX_CUDA_BESIDE = 4,    /* most products of one launch of hx_cuda_rows */
     HX_CUDA_FEW_ROWS = 4,  /* of a product that makes its activations itself */
     HX_CUDA_MAX_BPS = 4    /* most 128-input blocks of four warps */
 };
@@ -67,9 +66,8 @@ size_t hx_cuda_area_bytes(const hx_cuda_shape *s, int n_sm);
 cudaError_t hx_cuda_area_of(const hx_cuda_shape *s, const hx_cuda_work *w,
                             hx_cuda_area *out);
 
-/* Products: hx_cuda_rows() n_job jobs (0: 1) in host memory, with as many rows each and
- * slots of their own; hx_cuda_jobs() a device array [n_job] whose activations are in the
- * area already. */
+/* Products: hx_cuda_rows() one job, by value; hx_cuda_jobs() a device array [n_job] whose
+ * activations are in the area already. */
 cudaError_t hx_cuda_rows(const hx_cuda_job *job, const hx_cuda_shape *s,
                          const hx_cuda_work *w, cudaStream_t stream);
 cudaError_t hx_cuda_jobs(const hx_cuda_job *jobs, const hx_cuda_shape *s,
@@ -212,13 +210,6 @@ __device__ static inline void hx_cuda_in_turn(void)
 {
     hx_cuda_after_previous();
     hx_cuda_allow_next();
-}
-
-/* n bytes of weights that a kernel reads later, into the L2 cache; a line a thread. */
-__device__ static inline void hx_cuda_soon(const void *p, int64_t n)
-{
-    for (int64_t i = 128 * (int64_t)threadIdx.x; i < n; i += 128 * (int64_t)blockDim.x)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"((const char *)p + i));
 }
 
 /* The rotation of 128 values, four neighbours a lane; the order of canon.h. */

@@ -4,8 +4,8 @@
  * allocates, synchronises or reads back.
  *
  * The activations, every 128-input block of every row rotated and quantised, are made by
- * each thread block for its inputs while its weights are on their way, or, with more than
- * a few rows, by a launch of their own. Every weight is read once and multiplied on the
+ * each thread block for its inputs while its weights are on their way or, with more than a
+ * few rows or weights and for experts, by a launch of their own. Every weight is read once and multiplied on the
  * tensor cores: the weights of 16 outputs are the A operand of an mma, the planes i and j
  * of four activation rows the eight columns of its B operand.
  *
@@ -30,15 +30,10 @@
 #define MOST_QUADS(rq, half) ((rq) == 4 && (half) ? 2 : MAX_QUADS)
 #define MOST_BPS(rq)         ((rq) == 4 ? 2 : HX_CUDA_MAX_BPS)
 
-/* Jobs that go with a launch. */
-struct jobs {
-    hx_cuda_job j[HX_CUDA_BESIDE];
-};
-
 /* What the products of a launch are given. */
 struct product {
-    jobs few;
-    const hx_cuda_job *many; /* NULL: few */
+    hx_cuda_job one;
+    const hx_cuda_job *many; /* NULL: one */
     hx_cuda_area area;
     int64_t n_pad, k_pad;
     int bps;  /* 128-input blocks of a quad */
@@ -61,33 +56,26 @@ __device__ static inline void inputs(float v[4], const hx_cuda_job *j, int64_t r
     const uint16_t *suh = (const uint16_t *)j->suh + at;
     const float *x = j->x + row * j->ldx + at;
 
-    if (at + 4 <= j->k && ((uintptr_t)x & 15) == 0 && ((uintptr_t)suh & 7) == 0) {
-        const float4 f = *(const float4 *)x;
-        const uint2 s = *(const uint2 *)suh;
-
-        v[0] = f.x * hx_f16_to((uint16_t)s.x);
-        v[1] = f.y * hx_f16_to((uint16_t)(s.x >> 16));
-        v[2] = f.z * hx_f16_to((uint16_t)s.y);
-        v[3] = f.w * hx_f16_to((uint16_t)(s.y >> 16));
-        return;
-    }
     for (int i = 0; i < 4; i++)
         v[i] = (at + i < j->k ? x[i] : 0.0f) * hx_f16_to(suh[i]);
 }
 
-/* Grid (blocks of k / 4, rows, jobs), 128 threads: a warp makes one block of one row. */
+/* Grid (blocks of k / 4, rows), 128 threads: a warp makes one block of one row. */
 __global__ void __launch_bounds__(QUAD)
-    exl3_quantize(const __grid_constant__ jobs all, int64_t n_block, hx_cuda_area area)
+    exl3_quantize(const __grid_constant__ hx_cuda_job j, int64_t n_block,
+                  hx_cuda_area area)
 {
-    const hx_cuda_job *j = &all.j[blockIdx.z];
-    const int64_t b = (int64_t)blockIdx.x * 4 + (threadIdx.x >> 5), row = blockIdx.y;
-    const int64_t out = (j->slot + row) * n_block + b;
+    const int lane = threadIdx.x & 31;
+    const int64_t b = (int64_t)blockIdx.x * 4 + (threadIdx.x >> 5),
+                  at = b * 128 + 4 * lane;
+    const int64_t row = blockIdx.y;
+    const int64_t out = (j.slot + row) * n_block + b;
     float v[4];
 
     hx_cuda_in_turn();
     if (b >= n_block)
         return;
-    inputs(v, j, row, b * 128 + 4 * (threadIdx.x & 31));
+    inputs(v, &j, row, at);
     hx_cuda_quantize(v, area.plane + out * 32, &area.scale[out]);
 }
 
@@ -334,16 +322,15 @@ __device__ static bool is_last(int *ticket, int n_split)
 {
     __shared__ int last;
 
+    __threadfence();
     __syncthreads();
-    if (threadIdx.x ==
-        0) { /* its fences stand for what the block has written, and reads */
-        __threadfence();
+    if (threadIdx.x == 0) {
         last = atomicAdd(ticket, 1) == n_split - 1;
         if (last)
             *ticket = 0;
-        __threadfence();
     }
     __syncthreads();
+    __threadfence();
     return last != 0;
 }
 
@@ -516,18 +503,11 @@ __global__ void __launch_bounds__(QUAD *MOST_QUADS(RQ, HALF), RQ == 1 ? 2 : 1)
 
     if (p.fresh)
         hx_cuda_after_previous();
-    const hx_cuda_job *j = (p.many != NULL ? p.many : p.few.j) + blockIdx.z;
+    const hx_cuda_job *j = p.many != NULL ? p.many + blockIdx.z : &p.one;
     const int rows = j->rows;
     for (int b = 0; b < mine && rows > 0; b++) {
         fetch_tiles<K2>(p, j, block0 + b, tiles + b * block_bytes);
         copy_commit();
-    }
-    if (RQ == 1 && !p.made) {
-        const int64_t group = (int64_t)blockIdx.x * GROUP_COLS;
-
-        hx_cuda_soon((const uint16_t *)j->suh + first * 128,
-                     min((int64_t)p.bps * (blockDim.x / QUAD), n_block - first) * 256);
-        hx_cuda_soon((const uint16_t *)j->svh + group, 256);
     }
     hx_cuda_in_turn();
     if (rows == 0)
@@ -714,21 +694,19 @@ cudaError_t hx_cuda_rows(const hx_cuda_job *job, const hx_cuda_shape *s,
     product p = {};
     cudaError_t rc;
 
-    shape.n_job = HX_MAX(s->n_job, 1);
+    shape.n_job = 1;
     shape.rows = job->rows;
-    if (shape.n_job > HX_CUDA_BESIDE)
-        return cudaErrorInvalidValue;
     if ((rc = hx_cuda_area_of(&shape, w, &p.area)) != cudaSuccess)
         return rc;
-    for (int i = 0; i < shape.n_job; i++)
-        p.few.j[i] = job[i];
     p.made = job->rows > HX_CUDA_FEW_ROWS || load_of(&shape, w->n_sm) >= MADE_LOAD;
     if (p.made)
         rc = hx_cuda_launch(w->overlap, exl3_quantize,
-                            dim3((unsigned)((n_block + 3) / 4), (unsigned)job->rows,
-                                 (unsigned)shape.n_job),
-                            dim3(QUAD), 0, stream, p.few, n_block, p.area);
-    return rc == cudaSuccess ? multiply(&p, &shape, w, stream) : rc;
+                            dim3((unsigned)((n_block + 3) / 4), (unsigned)job->rows),
+                            dim3(QUAD), 0, stream, *job, n_block, p.area);
+    if (rc != cudaSuccess)
+        return rc;
+    p.one = *job;
+    return multiply(&p, &shape, w, stream);
 }
 
 cudaError_t hx_cuda_jobs(const hx_cuda_job *jobs, const hx_cuda_shape *s,

@@ -133,11 +133,12 @@ static int plain_product(hx_cuda *c, const char *op, const plain &p, hx_fmt fmt,
     return plain_products(c, op, set, fmt, nz, err);
 }
 
-/* The matrix of a pick, or false when it has none. */
+/* The matrix of a pick, which the launch before may have made, or false when it has none. */
 HX_DEVICE bool matrix_of(const plain &p, int64_t z, hx_plain_mat *m)
 {
     if (p.id == NULL)
         return true;
+    hx_cuda_after_previous();
     const int32_t id = p.id[z];
     if (id < 0 || id >= p.n_expert)
         return false;
@@ -217,8 +218,6 @@ __global__ void __launch_bounds__(THREADS)
     hx_plain_mat m = p.m;
     float level[LEVELS][RB];
 
-    if (p.id != NULL)
-        hx_cuda_after_previous();
     if ((int64_t)blockIdx.x * WARPS * (32 >> log_l) >= p.n || !matrix_of(p, z, &m))
         return;
     const int64_t row = p.first + z * p.stride + (o < p.n ? o : p.n - 1);
@@ -379,6 +378,7 @@ template <int FMT, int RB>
 __global__ void __launch_bounds__(32 * COLUMN_BLOCKS)
     plain_columns(const __grid_constant__ plain p)
 {
+    hx_cuda_in_turn();
     extern __shared__ __align__(16) char tiles[];
     __shared__ float xs[RB][COLUMN_BLOCKS * BLOCK], term[RB][COLUMN_BLOCKS][32];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -402,8 +402,6 @@ __global__ void __launch_bounds__(32 * COLUMN_BLOCKS)
         __syncthreads();
         if (tiled && warp < here)
             fetch_tile<FMT>(tile, p.m, p.first + z * p.stride + first, col - lane, len);
-        if (c == 0)
-            hx_cuda_in_turn();
         for (int i = threadIdx.x; i < here * BLOCK; i += blockDim.x)
             for (int r = 0; r < RB; r++)
                 xs[r][i] = r0 + r < p.rows && i0 + i < p.n
@@ -480,43 +478,27 @@ static hx_cuda_work work_of(const hx_cuda *c)
     return w;
 }
 
-static hx_cuda_shape shape_of(const hx_mat *m, int64_t rows, int n_job)
+static hx_cuda_shape shape_of(const hx_mat *m, int64_t rows)
 {
     hx_cuda_shape s = {};
 
     s.n_pad = m->n_pad;
     s.k_pad = m->k_pad;
     s.k2 = m->k2;
-    s.n_job = n_job;
+    s.n_job = 1;
     s.rows = (int)rows;
-    s.slots = rows * n_job;
+    s.slots = rows;
     s.codebook = m->codebook;
     return s;
 }
 
-static bool same_kind(const hx_mat *a, const hx_mat *b)
-{
-    return a->fmt == b->fmt && a->n == b->n && a->k == b->k && a->k2 == b->k2 &&
-           a->codebook == b->codebook && a->block_n == b->block_n &&
-           a->block_k == b->block_k;
-}
-
-/* The call, and as many of those beside it as one launch does with it; *rest: the first of
- * the others. */
-static int exl3_matmul(hx_cuda *c, const hx_matmul_args *a, const hx_matmul_args **rest,
-                       hx_err *err)
+static int exl3_matmul(hx_cuda *c, const hx_matmul_args *a, hx_err *err)
 {
     const hx_cuda_work w = work_of(c);
-    const hx_matmul_args *call[HX_CUDA_BESIDE] = { a };
     int64_t most = HX_MIN(a->rows, (int64_t)HX_CUDA_JOB_ROWS);
-    int n = 1;
 
-    for (*rest = a->beside;
-         *rest != NULL && n < HX_CUDA_BESIDE && same_kind(a->w, (*rest)->w);
-         *rest = (*rest)->beside)
-        call[n++] = *rest;
     for (; most > 0; most /= 2) {
-        const hx_cuda_shape s = shape_of(a->w, most, n);
+        const hx_cuda_shape s = shape_of(a->w, most);
 
         if (hx_cuda_area_bytes(&s, c->n_sm) <= c->scratch_bytes)
             break;
@@ -524,26 +506,21 @@ static int exl3_matmul(hx_cuda *c, const hx_matmul_args *a, const hx_matmul_args
     if (most == 0 && a->rows > 0)
         return no_scratch(c, "matmul", err);
     for (int64_t r = 0; r < a->rows; r += most) {
-        const hx_cuda_shape s = shape_of(a->w, HX_MIN(most, a->rows - r), n);
-        hx_cuda_job job[HX_CUDA_BESIDE] = {};
+        const hx_cuda_shape s = shape_of(a->w, HX_MIN(most, a->rows - r));
+        hx_cuda_job j = {};
 
-        for (int i = 0; i < n; i++) {
-            hx_cuda_job *j = &job[i];
-
-            j->trellis = call[i]->w->w;
-            j->suh = call[i]->w->suh;
-            j->svh = call[i]->w->svh;
-            j->bias = call[i]->w->bias;
-            j->x = (const float *)call[i]->x.p + r * call[i]->ldx;
-            j->y = (float *)call[i]->y.p + r * call[i]->ldy;
-            j->ldx = call[i]->ldx;
-            j->ldy = call[i]->ldy;
-            j->n = call[i]->w->n;
-            j->k = call[i]->w->k;
-            j->rows = s.rows;
-            j->slot = i * s.rows;
-        }
-        const cudaError_t rc = hx_cuda_rows(job, &s, &w, c->stream);
+        j.trellis = a->w->w;
+        j.suh = a->w->suh;
+        j.svh = a->w->svh;
+        j.bias = a->w->bias;
+        j.x = (const float *)a->x.p + r * a->ldx;
+        j.y = (float *)a->y.p + r * a->ldy;
+        j.ldx = a->ldx;
+        j.ldy = a->ldy;
+        j.n = a->w->n;
+        j.k = a->w->k;
+        j.rows = s.rows;
+        const cudaError_t rc = hx_cuda_rows(&j, &s, &w, c->stream);
         if (rc != cudaSuccess)
             return hx_cuda_fail(err, "matmul", rc);
     }
@@ -601,7 +578,7 @@ extern "C" int hx_cuda_matmul(hx_dev *d, const hx_matmul_args *a, hx_err *err)
     if (a->prefill) {
         rc = many_matmul(c, a, err);
     } else if (a->w->fmt == HX_FMT_EXL3) {
-        rc = exl3_matmul(c, a, &rest, err);
+        rc = exl3_matmul(c, a, err);
     } else {
         const plain_set set = plain_set_of(a, &rest);
 
@@ -754,6 +731,13 @@ static int expert_table(hx_cuda *c, const hx_moe_args *a, const hx_cuda_expert *
         return 0;
     at->key = NULL;
     return hx_cuda_fail(err, "moe", rc);
+}
+
+static bool same_kind(const hx_mat *a, const hx_mat *b)
+{
+    return a->fmt == b->fmt && a->n == b->n && a->k == b->k && a->k2 == b->k2 &&
+           a->codebook == b->codebook && a->block_n == b->block_n &&
+           a->block_k == b->block_k;
 }
 
 /* One kernel serves all experts: they must look alike. */

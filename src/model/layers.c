@@ -451,8 +451,6 @@ int hx_layers_mla(const hx_layer_call *c, const hx_mla *w, hx_layer_mem *mem, hx
 int hx_layers_dense(const hx_layer_call *c, const hx_expert *w, hx_buf y, hx_err *err)
 {
     const int64_t d = c->d->width, f = w->gate.n;
-    const hx_matmul_args up = product(c, c->b, f, c->x, d, &w->up, NULL),
-                         gate = product(c, c->a, f, c->x, d, &w->gate, &up);
     const hx_swiglu_args act = { .y = c->a,
                                  .gate = c->a,
                                  .up = c->b,
@@ -461,7 +459,8 @@ int hx_layers_dense(const hx_layer_call *c, const hx_expert *w, hx_buf y, hx_err
                                  .limit = c->d->swiglu_limit };
     int rc;
 
-    if ((rc = hx_op_matmul(c->dev, &gate, err)) != 0 ||
+    if ((rc = linear(c, c->a, f, c->x, d, &w->gate, err)) != 0 ||
+        (rc = linear(c, c->b, f, c->x, d, &w->up, err)) != 0 ||
         (rc = hx_op_swiglu(c->dev, &act, err)) != 0)
         return rc;
     return linear(c, y, d, c->a, f, &w->down, err);
