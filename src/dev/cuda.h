@@ -214,13 +214,6 @@ __device__ static inline void hx_cuda_in_turn(void)
     hx_cuda_allow_next();
 }
 
-/* n bytes of weights that a kernel reads later, into the L2 cache; a line a thread. */
-__device__ static inline void hx_cuda_soon(const void *p, int64_t n)
-{
-    for (int64_t i = 128 * (int64_t)threadIdx.x; i < n; i += 128 * (int64_t)blockDim.x)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"((const char *)p + i));
-}
-
 /* The rotation of 128 values, four neighbours a lane; the order of canon.h. */
 __device__ static inline void hx_cuda_rotate(float v[4])
 {

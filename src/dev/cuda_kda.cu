@@ -107,6 +107,7 @@ template <int TAPS>
 __global__ void __launch_bounds__(CONV_THREADS)
     conv_rows(const conv_args a, const __grid_constant__ hx_cuda_spans spans)
 {
+    hx_cuda_in_turn();
     const hx_span s = hx_span_at(spans, (int32_t)blockIdx.z);
     const int64_t c = (int64_t)blockIdx.x * CONV_THREADS + threadIdx.x, n = a.channels;
     const int64_t t0 = (int64_t)blockIdx.y * CONV_ROWS,
@@ -119,7 +120,6 @@ __global__ void __launch_bounds__(CONV_THREADS)
 #pragma unroll
     for (int j = 0; j < TAPS; j++)
         w[j] = a.w[c * TAPS + j];
-    hx_cuda_in_turn();
     past[0] = 0;
     if (t0 == 0) {
         float last[TAPS];
@@ -200,14 +200,15 @@ extern "C" int hx_cuda_kda_gate(hx_dev *d, const hx_kda_gate_args *a, hx_err *er
  * its beta as well. Grid (heads * width / 128, rows). Moves f and g. */
 __global__ void __launch_bounds__(ROW_THREADS) gate_rows(const gate_args a)
 {
+    hx_cuda_in_turn();
     const int i = (int)blockIdx.x * ROW_THREADS + (int)threadIdx.x;
     const int64_t r = blockIdx.y, n = (int64_t)a.heads * a.width;
-    const float rate = i < n ? expf(a.a_log[i / a.width]) : 0.0f;
-    const float bias = i < n ? a.dt_bias[i] : 0.0f;
 
-    hx_cuda_in_turn();
-    if (i < n)
-        a.g[r * n + i] = a.bound * hx_sigmoid(rate * (a.f[r * n + i] + bias));
+    if (i < n) {
+        const float rate = expf(a.a_log[i / a.width]);
+
+        a.g[r * n + i] = a.bound * hx_sigmoid(rate * (a.f[r * n + i] + a.dt_bias[i]));
+    }
     if (i < a.heads)
         a.beta[r * a.heads + i] = hx_sigmoid(a.b[r * a.heads + i]);
 }

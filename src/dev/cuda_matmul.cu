@@ -4,8 +4,8 @@
  * allocates, synchronises or reads back.
  *
  * The activations, every 128-input block of every row rotated and quantised, are made by
- * each thread block for its inputs while its weights are on their way, or, with more than
- * a few rows, by a launch of their own. Every weight is read once and multiplied on the
+ * each thread block for its inputs while its weights are on their way or, with more than a
+ * few rows or weights and for experts, by a launch of their own. Every weight is read once and multiplied on the
  * tensor cores: the weights of 16 outputs are the A operand of an mma, the planes i and j
  * of four activation rows the eight columns of its B operand.
  *
@@ -56,16 +56,6 @@ __device__ static inline void inputs(float v[4], const hx_cuda_job *j, int64_t r
     const uint16_t *suh = (const uint16_t *)j->suh + at;
     const float *x = j->x + row * j->ldx + at;
 
-    if (at + 4 <= j->k && ((uintptr_t)x & 15) == 0 && ((uintptr_t)suh & 7) == 0) {
-        const float4 f = *(const float4 *)x;
-        const uint2 s = *(const uint2 *)suh;
-
-        v[0] = f.x * hx_f16_to((uint16_t)s.x);
-        v[1] = f.y * hx_f16_to((uint16_t)(s.x >> 16));
-        v[2] = f.z * hx_f16_to((uint16_t)s.y);
-        v[3] = f.w * hx_f16_to((uint16_t)(s.y >> 16));
-        return;
-    }
     for (int i = 0; i < 4; i++)
         v[i] = (at + i < j->k ? x[i] : 0.0f) * hx_f16_to(suh[i]);
 }
@@ -332,16 +322,15 @@ __device__ static bool is_last(int *ticket, int n_split)
 {
     __shared__ int last;
 
+    __threadfence();
     __syncthreads();
-    if (threadIdx.x ==
-        0) { /* its fences stand for what the block has written, and reads */
-        __threadfence();
+    if (threadIdx.x == 0) {
         last = atomicAdd(ticket, 1) == n_split - 1;
         if (last)
             *ticket = 0;
-        __threadfence();
     }
     __syncthreads();
+    __threadfence();
     return last != 0;
 }
 
@@ -519,13 +508,6 @@ __global__ void __launch_bounds__(QUAD *MOST_QUADS(RQ, HALF), RQ == 1 ? 2 : 1)
     for (int b = 0; b < mine && rows > 0; b++) {
         fetch_tiles<K2>(p, j, block0 + b, tiles + b * block_bytes);
         copy_commit();
-    }
-    if (RQ == 1 && !p.made) {
-        const int64_t group = (int64_t)blockIdx.x * GROUP_COLS;
-
-        hx_cuda_soon((const uint16_t *)j->suh + first * 128,
-                     min((int64_t)p.bps * (blockDim.x / QUAD), n_block - first) * 256);
-        hx_cuda_soon((const uint16_t *)j->svh + group, 256);
     }
     hx_cuda_in_turn();
     if (rows == 0)

@@ -155,8 +155,6 @@ extern "C" int hx_cuda_layernorm(hx_dev *d, const hx_layernorm_args *a, hx_err *
  * third pass over the row hit the caches. */
 template <bool MEAN> __global__ void norm_rows(const __grid_constant__ norm_args a)
 {
-    if (a.w != NULL)
-        hx_cuda_soon(a.w, a.dim * (int64_t)sizeof(float));
     hx_cuda_in_turn();
     __shared__ float shared[33];
     const float *x = a.x + (int64_t)blockIdx.x * a.ldx;
@@ -640,10 +638,6 @@ __global__ void __launch_bounds__(MIX_THREADS)
     const int64_t r = blockIdx.y;
     float ahead[MIX_AHEAD][S][VEC];
 
-    if (a.w != NULL && blockIdx.x == 0)
-        hx_cuda_soon(a.w, a.dim * (int64_t)sizeof(float));
-    hx_cuda_soon(a.base, S * (2 + S) * (int64_t)sizeof(float));
-    hx_cuda_soon(a.scale, 3 * (int64_t)sizeof(float));
     hx_cuda_in_turn();
     if (blockIdx.x == 0)
 #pragma unroll
@@ -809,7 +803,6 @@ extern "C" int hx_cuda_router(hx_dev *d, const hx_router_args *a, hx_err *err)
  * the worst. Grid R, 8 E + 4 A bytes shared. Moves 8 R E bytes. */
 __global__ void router_pick(const pick_args a)
 {
-    hx_cuda_soon(a.bias, a.n_expert * (int64_t)sizeof(float));
     hx_cuda_in_turn();
     extern __shared__ double key[];
     float *best = (float *)(key + a.n_expert);

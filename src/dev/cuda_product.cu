@@ -133,11 +133,12 @@ static int plain_product(hx_cuda *c, const char *op, const plain &p, hx_fmt fmt,
     return plain_products(c, op, set, fmt, nz, err);
 }
 
-/* The matrix of a pick, or false when it has none. */
+/* The matrix of a pick, which the launch before may have made, or false when it has none. */
 HX_DEVICE bool matrix_of(const plain &p, int64_t z, hx_plain_mat *m)
 {
     if (p.id == NULL)
         return true;
+    hx_cuda_after_previous();
     const int32_t id = p.id[z];
     if (id < 0 || id >= p.n_expert)
         return false;
@@ -217,8 +218,6 @@ __global__ void __launch_bounds__(THREADS)
     hx_plain_mat m = p.m;
     float level[LEVELS][RB];
 
-    if (p.id != NULL)
-        hx_cuda_after_previous();
     if ((int64_t)blockIdx.x * WARPS * (32 >> log_l) >= p.n || !matrix_of(p, z, &m))
         return;
     const int64_t row = p.first + z * p.stride + (o < p.n ? o : p.n - 1);
@@ -379,6 +378,7 @@ template <int FMT, int RB>
 __global__ void __launch_bounds__(32 * COLUMN_BLOCKS)
     plain_columns(const __grid_constant__ plain p)
 {
+    hx_cuda_in_turn();
     extern __shared__ __align__(16) char tiles[];
     __shared__ float xs[RB][COLUMN_BLOCKS * BLOCK], term[RB][COLUMN_BLOCKS][32];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -402,8 +402,6 @@ __global__ void __launch_bounds__(32 * COLUMN_BLOCKS)
         __syncthreads();
         if (tiled && warp < here)
             fetch_tile<FMT>(tile, p.m, p.first + z * p.stride + first, col - lane, len);
-        if (c == 0)
-            hx_cuda_in_turn();
         for (int i = threadIdx.x; i < here * BLOCK; i += blockDim.x)
             for (int r = 0; r < RB; r++)
                 xs[r][i] = r0 + r < p.rows && i0 + i < p.n

@@ -742,6 +742,12 @@ OP_CASES(
     .canonical = true,
     .why = "f32 FMAs in a tree; EXL3: 16-bit activations (7e-10) and, for MUL1, weights "
            "that are not rounded to fp16 (4e-8)") {
+    { .rows = 2,
+      .w = EXL3(256, 640, 12, MUL1),
+      .beside = &(const hx_matmul_args) { .w = EXL3(256, 640, 12, MUL1) } },
+    { .rows = 6,
+      .w = EXL3(256, 640, 6, MCG),
+      .beside = &(const hx_matmul_args) { .w = EXL3(256, 640, 6, MCG) } },
     { .rows = 1,
       .w = MAT(BF16, 128, 4096),
       .beside =
