@@ -83,6 +83,8 @@ typedef struct {
 
     /* a GPU beside host memory */
     const char *mode; /* NULL or "auto": every lane; "gpu-only": no expert on the CPU */
+    bool ahead; /* decode steps begin before the last one's tokens are read, and experts
+                 * come before they are picked; off: not proven on a GPU yet */
     uint64_t vram_bytes; /* GPU memory to use; 0: what is free. On the device cpu: an
                           * arena that stands for it, to see what a GPU would do */
     uint64_t ram_bytes;  /* host memory that experts may take; 0: what this process may */

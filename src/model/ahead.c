@@ -26,7 +26,6 @@ int hx_ahead_open(hx_store *s, int64_t max_rows, hx_err *err)
     const hx_ahead_state none = { 0 };
     int rc;
 
-    s->ahead.layer = -1;
     if (s->n_all_slot < (1 + RESIDENTS) * HX_AHEAD_SLOTS ||
         s->n_all_slot == s->n_moe * s->n_expert)
         return 0;

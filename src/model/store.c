@@ -871,6 +871,7 @@ int hx_store_open(hx_store **out, hx_model *m, hx_dev *dev, const hx_store_opt *
         return hx_fail(err, HX_ENOMEM, "expert store: no memory");
     s->model = m;
     s->dev = dev;
+    s->ahead.layer = -1;
     s->n_layer = d->n_layer;
     s->n_expert = d->n_expert;
     s->n_active = d->n_active;
@@ -887,7 +888,7 @@ int hx_store_open(hx_store **out, hx_model *m, hx_dev *dev, const hx_store_opt *
         goto fail;
     }
     if ((rc = check(s, opt, bytes, err)) != 0 ||
-        (rc = hx_ahead_open(s, opt->max_rows, err)) != 0 ||
+        (opt->fetch && (rc = hx_ahead_open(s, opt->max_rows, err)) != 0) ||
         (rc = hx_pool_open(&pool, hx_sys_n_cpu(), NULL, err)) != 0 ||
         (rc = gather(s, pool, err)) != 0 || (rc = lock_memory(s, pool, err)) != 0 ||
         (rc = hx_clock_open(&s->clock, d->n_layer * d->n_expert, s->n_all_slot, err)) !=

@@ -19,6 +19,7 @@ typedef struct {
     uint64_t slot_bytes;    /* device memory for slots */
     uint64_t ram_bytes;     /* most host memory that experts may take; 0: no bound */
     int64_t max_rows;       /* decode rows in a step */
+    bool fetch;             /* experts come before they are picked (ahead.c) */
     const char *isa, *cpus; /* of the CPU lane, as in hx_dev_opt */
     int32_t n_threads;      /* of it; 0: one for each CPU */
     hx_rates rates;         /* here_us > 0: these, instead of measured ones */

@@ -105,7 +105,7 @@ static hx_engine *open_with(const hx_options *opt)
         o.n_threads = 2;
     if (hx_open(&e, &o, &err) != 0)
         fail_msg("%s", err.msg);
-    if (opt->vram_bytes != 0) /* as where the device works on its own */
+    if (opt->ahead) /* as where the device works on its own */
         e->run_ahead = true;
     return e;
 }
@@ -148,10 +148,10 @@ static void test_tiers(void **state)
           { .vram_bytes = 1000000, .expert_us = { 1, 1e6f, 1, 0, 0 } },
           HX_SIDE_LANE },
         { "most slots, shared out, fetches",
-          { .vram_bytes = 1000000, .expert_us = { 1, 10, 12, 4, 5 } },
+          { .vram_bytes = 1000000, .expert_us = { 1, 10, 12, 4, 5 }, .ahead = true },
           HX_SIDE_HERE },
         { "most slots, no lane, fetches",
-          { .vram_bytes = 1000000, .mode = "gpu-only" },
+          { .vram_bytes = 1000000, .mode = "gpu-only", .ahead = true },
           HX_SIDE_LINK },
         { "scalar, lane too",
           { .vram_bytes = 400000, .cpu_isa = "scalar", .expert_us = { 1, 10, 10, 1, 0 } },
@@ -185,7 +185,7 @@ static void test_tiers(void **state)
         assert_true(x.steps >= 3 * (N_NEW - 1) + N_NEW - 1);
         assert_true(x.here + x.link + x.lane + x.ahead <= x.picks);
         assert_true(x.ahead <= x.predicted_right && x.predicted_right <= x.predicted);
-        assert_true((x.predicted > 0) == (strstr(ways[w].name, "most slots") != NULL));
+        assert_true((x.predicted > 0) == ways[w].opt.ahead);
         assert_true((x.ahead > 0) == (x.predicted > 0));
         const bool given = ways[w].opt.expert_us[0] > 0;
         assert_true(!given || ways[w].only == HX_SIDE_LINK || x.lane > 0);
