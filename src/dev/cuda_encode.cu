@@ -26,7 +26,6 @@ enum {
     STEP = 64,      /* rows that a factor advances by, as there */
     SIDE = 128,     /* of a block of a product */
     SLAB = 16,      /* terms of it that are in shared memory */
-    LEVELS = 1024,  /* contexts of a way back */
 };
 
 struct gpu {
@@ -327,37 +326,46 @@ void multiply(gpu *g, const hx_dense_args *p, bool upper)
 
 /* ---- factor -------------------------------------------------------------------------- */
 
-/* One block, 1,024 threads: the square at (at, at) becomes its factor. */
+/* One block, 1,024 threads: the square at (at, at) becomes its factor. Within 16 rows a
+ * row after the other, divided by its root wherever it is read; the rows below then take
+ * in all 16, in the same order. */
 __global__ void __launch_bounds__(1024)
     factor_square(float *a, int64_t n, int64_t at, int *bad)
 {
     __shared__ float s[STEP][STEP + 1];
     float *square = a + at * n + at;
+    const int c = threadIdx.x % STEP, r0 = threadIdx.x / STEP; /* r0 < 16 */
 
-    for (int i = threadIdx.x; i < STEP * STEP; i += 1024)
-        s[i / STEP][i % STEP] = square[i / STEP * n + i % STEP];
-    __syncthreads();
-    for (int i = 0; i < STEP; i++) {
-        const float root = s[i][i];
+    for (int r = r0; r < STEP; r += TILE)
+        s[r][c] = square[r * n + c];
+    for (int b = 0; b < STEP; b += TILE) {
+        const int r = b + r0;
 
-        __syncthreads();
-        if (!(root > 0) || root > 1e38f) {
-            *bad = 1;
-            return;
-        }
-        if (threadIdx.x >= i && threadIdx.x < STEP)
-            s[i][threadIdx.x] /= sqrtf(root);
-        __syncthreads();
-        for (int m = threadIdx.x; m < STEP * STEP; m += 1024) {
-            const int r = m / STEP, c = m % STEP;
+        for (int i = b; i < b + TILE; i++) {
+            __syncthreads();
+            const float root = s[i][i], whole = sqrtf(root);
 
+            if (!(root > 0) || root > 1e38f) {
+                *bad = 1;
+                return;
+            }
             if (r > i && c >= r)
-                s[r][c] -= s[i][r] * s[i][c];
+                s[r][c] -= s[i][r] / whole * (s[i][c] / whole);
         }
         __syncthreads();
+        const float mine = c >= r ? s[r][c] / sqrtf(s[r][r]) : 0;
+
+        __syncthreads();
+        if (c >= r)
+            s[r][c] = mine;
+        __syncthreads();
+        for (int later = r + TILE; later < STEP; later += TILE)
+            for (int i = b; c >= later && i < b + TILE; i++)
+                s[later][c] -= s[i][later] * s[i][c];
     }
-    for (int i = threadIdx.x; i < STEP * STEP; i += 1024)
-        square[i / STEP * n + i % STEP] = s[i / STEP][i % STEP];
+    __syncthreads();
+    for (int r = r0; r < STEP; r += TILE)
+        square[r * n + c] = s[r][c];
 }
 
 /* Thread: a column right of that square, 64 rows, 16 at a time: all at once would be more
@@ -538,7 +546,7 @@ HX_DEVICE int own_bits(int k2, int p)
  * candidates on the way back. */
 __host__ __device__ constexpr int stride_of(int k2)
 {
-    constexpr int by_rate[17] = { 0, 0, 10, 6, 5, 4, 3, 3, 2, 0, 2, 0, 2, 0, 1, 0, 1 };
+    constexpr int by_rate[17] = { 0, 0, 6, 4, 3, 2, 2, 2, 2, 0, 1, 0, 1, 0, 1, 0, 1 };
 
     return by_rate[k2];
 }
@@ -641,9 +649,8 @@ HX_DEVICE void step(const uint32_t (&value)[16][2], const float *prev, float *ne
 
 /* What a block has of its tile. */
 struct bench {
-    float target[256], err[TILE][TILE], level[LEVELS];
+    float target[256], err[TILE][TILE];
     uint16_t state[256];
-    uint8_t pick[LEVELS];
     uint32_t overlap;
     unsigned long long best;
 };
@@ -681,131 +688,77 @@ HX_DEVICE void walk(uint32_t (&value)[16][2], const bench &s, float *cost, float
     }
 }
 
-/* The least candidate of context ctx, level steps before position p: the states that lead
- * to overlap o there through what ctx says of the steps between. first: costs before that
- * position are kept ones, else those of the level below. */
-struct level_at {
-    int p, l, bits, shift, in, out;
-    uint32_t o;
-    bool first;
-};
-
-template <int K2> HX_DEVICE level_at level_of(int p, int l, uint32_t o, bool first)
-{
-    return level_at { p,
-                      l,
-                      bits_before(K2, p + 2, l),
-                      bits_before(K2, p + 1, l),
-                      own_bits(K2, p - l),
-                      own_bits(K2, p - l + 1),
-                      o,
-                      first };
-}
-
-template <int K2> HX_DEVICE uint32_t state_at(const level_at &a, uint32_t ctx, uint32_t t)
-{
-    return ((t << a.bits | ctx) << (16 - own_bits(K2, a.p + 1)) | a.o) >> a.shift &
-           0xFFFF;
-}
-
-template <int K2>
-HX_DEVICE float cost_at(const level_at &a, const bench &s, const float *mark,
-                        hx_codebook codebook, uint32_t ctx, uint32_t t)
-{
-    const uint32_t st = state_at<K2>(a, ctx, t), longer = t << a.bits | ctx;
-    const float before = a.first ? mark[kept_at<K2>(st >> a.in)]
-                                 : s.level[(1 << (a.bits + a.out)) + longer];
-    const float d = __half2float(value_of(st, codebook)) - s.target[a.p - a.l];
-
-    return fmaf(d, d, before);
-}
-
-/* All contexts of a level by n threads: as many lanes for each as there are candidates,
- * up to a warp. */
-template <int K2>
-HX_DEVICE void level(const level_at &a, bench &s, const float *mark, hx_codebook codebook,
-                     int tid, int n)
-{
-    constexpr int LANES = K2 < 10 ? 1 << K2 / 2 : 32;
-    const int lane = tid % LANES, n_ctx = 1 << a.bits;
-
-    for (int from = 0; from + tid / 32 * (32 / LANES) < n_ctx; from += n / LANES) {
-        const int ctx = from + tid / LANES;
-        float best = 0;
-        int pick = 1 << 8;
-
-        for (int t = lane; ctx < n_ctx && t < 1 << a.out; t += LANES) {
-            const float c = cost_at<K2>(a, s, mark, codebook, ctx, t);
-
-            if (pick == 1 << 8 || c < best) {
-                best = c;
-                pick = t;
-            }
-        }
-#pragma unroll
-        for (int w = 1; w < LANES; w *= 2) {
-            const float c = __shfl_xor_sync(~0u, best, w);
-            const int t = __shfl_xor_sync(~0u, pick, w);
-
-            if (c < best || (c == best && t < pick)) {
-                best = c;
-                pick = t;
-            }
-        }
-        if (lane == 0 && ctx < n_ctx) {
-            s.level[n_ctx + ctx] = best;
-            s.pick[n_ctx + ctx] = (uint8_t)pick;
-        }
-    }
-}
-
 /* The states from position last back to 0 of the walk that ends in s.overlap, which
- * becomes the overlap before position 0. */
+ * becomes the overlap before position 0. One warp, a stride at a time: every path x of
+ * that many choices, the latest in its low bits, from the costs that are kept before it to
+ * the overlap after it; lanes have the low bits of x, and what is left of the earliest
+ * choice each goes through by itself. Earlier choices are made first, as the walk did, the
+ * smallest of equal ones. */
 template <int K2>
 HX_DEVICE void trace(bench &s, const float *marks, hx_codebook codebook, int last)
 {
-    constexpr int S = stride_of(K2);
+    const int lane = threadIdx.x;
+    uint32_t o = s.overlap;
 
     for (int p = last; p >= 0;) {
-        const int start = p / S * S, top = p - start;
-        const uint32_t o = s.overlap;
-        const float *mark = marks + start / S * (int64_t)overlaps_of(K2);
+        const int start = p / stride_of(K2) * stride_of(K2), top = p - start;
+        const int all = bits_before(K2, p + 2, top + 1), free = HX_MAX(all - 5, 0);
+        const float *mark = marks + start / stride_of(K2) * (int64_t)overlaps_of(K2);
+        uint32_t path = 0;
+        float best = 0;
 
-#pragma unroll
-        for (int l = S - 1; l >= 0; l--) {
-            const level_at a = level_of<K2>(p, l, o, l == top);
+        for (int l = top; l >= 0; l--) {
+            const int at = bits_before(K2, p + 2, l), out = own_bits(K2, p - l + 1),
+                      shift = bits_before(K2, p + 1, l);
+            const int n = l == top ? 1 << free : 1;
+            float least = 0;
+            uint32_t which = 0;
 
-            if (l > top)
-                continue;
-            if (a.bits + HX_MIN(K2 / 2, 5) > 6) {
-                level<K2>(a, s, mark, codebook, threadIdx.x, THREADS);
-                __syncthreads();
-            } else if (threadIdx.x < 32) { /* sooner than all can meet */
-                level<K2>(a, s, mark, codebook, threadIdx.x, 32);
-                __syncwarp();
+#pragma unroll 8
+            for (int f = 0; f < n; f++) {
+                const uint32_t x =
+                    l == top ? (uint32_t)f << 5 | (lane & ((1 << HX_MIN(all, 5)) - 1))
+                             : path;
+                const uint32_t st =
+                    (x << (16 - own_bits(K2, p + 1)) | o) >> shift & 0xFFFF;
+                const float d = __half2float(value_of(st, codebook)) - s.target[p - l];
+                const float cost = fmaf(
+                    d, d, l == top ? mark[kept_at<K2>(st >> own_bits(K2, start))] : best);
+
+                if (f == 0 || cost < least) {
+                    least = cost;
+                    which = x;
+                }
             }
-        }
-        if (threadIdx.x < 32) {
-            uint32_t ctx = 0, st = 0;
+            for (int b = at; b < HX_MIN(at + out, 5); b++) {
+                const float c = __shfl_xor_sync(~0u, least, 1 << b);
+                const uint32_t x = __shfl_xor_sync(~0u, which, 1 << b),
+                               mask = (1u << out) - 1;
 
-#pragma unroll
-            for (int l = 0; l < S; l++) {
-                if (l > top)
-                    break;
-                const level_at a = level_of<K2>(p, l, o, false);
-                const uint32_t t = s.pick[(1 << a.bits) + ctx];
-
-                st = state_at<K2>(a, ctx, t);
-                ctx |= t << a.bits;
-                if (threadIdx.x == 0)
-                    s.state[p - l] = (uint16_t)st;
+                if (c < least ||
+                    (c == least && (x >> at & mask) < (which >> at & mask))) {
+                    least = c;
+                    which = x;
+                }
             }
-            if (threadIdx.x == 0)
-                s.overlap = st >> own_bits(K2, start);
+            best = least;
+            path = which;
         }
-        __syncthreads();
+        path = __shfl_sync(~0u, path, 0);
+        for (int l = 0; l <= top; l++) {
+            const uint32_t st =
+                (path << (16 - own_bits(K2, p + 1)) | o) >> bits_before(K2, p + 1, l) &
+                0xFFFF;
+
+            if (lane == 0)
+                s.state[p - l] = (uint16_t)st;
+            if (l == top)
+                o = st >> own_bits(K2, start);
+        }
         p = start - 1;
     }
+    if (lane == 0)
+        s.overlap = o;
 }
 
 /* Both passes of exl3_trellis.c over s.target; s.state. */
@@ -837,7 +790,9 @@ HX_DEVICE void search_tile(uint32_t (&value)[16][2], bench &s, float *cost, floa
             __syncthreads();
         }
         /* The second ends where it began. */
-        trace<K2>(s, marks, codebook, pass == 0 ? HALF - 1 : 255);
+        if (threadIdx.x < 32)
+            trace<K2>(s, marks, codebook, pass == 0 ? HALF - 1 : 255);
+        __syncthreads();
     }
 }
 

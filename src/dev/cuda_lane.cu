@@ -217,32 +217,52 @@ struct fetch_args {
     int rows, active;
 };
 
+/* The first block makes the list, the others wait for it: what it is made from may have
+ * changed when they begin, for this layer's plan changes the table and the next prediction
+ * the picks. One thread of a block. */
+static __device__ void make_list(const fetch_args &a, const int32_t *pick, int picks)
+{
+    int32_t item[HX_AHEAD_SLOTS];
+    const int n = hx_plan_fetch(pick, picks, item);
+
+    for (int k = 0; k < n; k++) {
+        *(volatile int32_t *)&a.list->id[k] = item[k];
+        *(const void *volatile *)&a.list->from[k] = a.at[item[k]].gate.trellis;
+    }
+    __threadfence();
+    *(volatile int32_t *)&a.list->n = n;
+    __threadfence();
+    *(volatile uint32_t *)&a.list->made = 1;
+}
+
 /* Piece by piece, block by block, the records of the list; before each a look whether the
- * layer's plan has come. Every block makes the same list; the first shows it. Moves
- * record_bytes an item over the link. Grid FETCH_BLOCKS. */
+ * layer's plan has come. Moves record_bytes an item over the link. Grid FETCH_BLOCKS. */
 __global__ void __launch_bounds__(FETCH_THREADS)
     fetch_records(const __grid_constant__ fetch_args a)
 {
-    __shared__ int32_t pick[HX_PLAN_MAX_PICK], item[HX_AHEAD_SLOTS];
+    __shared__ int32_t pick[HX_PLAN_MAX_PICK];
+    __shared__ const void *record[HX_AHEAD_SLOTS];
     __shared__ int n;
     __shared__ uint32_t stop;
     const int picks = a.rows * a.active, words = (int)(a.record / 16);
     const uint32_t pieces = hx_plan_pieces(a.record);
 
-    for (int i = threadIdx.x; i < picks; i += FETCH_THREADS)
+    for (int i = threadIdx.x; i < picks && blockIdx.x == 0; i += FETCH_THREADS)
         pick[i] = hx_plan_predicted(a.id, a.resident, a.at, a.rows, a.active, i);
     __syncthreads();
     if (threadIdx.x == 0) {
-        n = hx_plan_fetch(pick, picks, item);
-        for (int k = 0; k < n && blockIdx.x == 0; k++)
-            *(volatile int32_t *)&a.list->id[k] = item[k];
-        __threadfence();
         if (blockIdx.x == 0)
-            *(volatile int32_t *)&a.list->n = n;
+            make_list(a, pick, picks);
+        while (*(volatile uint32_t *)&a.list->made == 0)
+            ;
+        __threadfence();
+        n = *(volatile int32_t *)&a.list->n;
+        for (int k = 0; k < n; k++)
+            record[k] = *(const void *volatile *)&a.list->from[k];
     }
     __syncthreads();
     for (int k = 0; k < n; k++) {
-        const uint4 *from = (const uint4 *)a.at[item[k]].gate.trellis;
+        const uint4 *from = (const uint4 *)record[k];
         uint4 *to = (uint4 *)(a.slots + (size_t)k * a.record);
 
         for (uint32_t p = blockIdx.x; p < pieces; p += FETCH_BLOCKS) {
