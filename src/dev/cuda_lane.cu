@@ -655,9 +655,9 @@ void hx_cuda_link_close(hx_cuda *c)
 }
 
 const hx_dev_link hx_cuda_link = {
-    link_memory,  link_pin,       link_unpin,  link_shared,     link_unshared,
-    link_push,    link_push_mark, link_pushed, link_await_push, link_hold_push,
-    link_bring,   link_copy,      link_mark,   link_reach,      link_fetch,
-    link_fetched, link_side,      link_join,   link_record,     link_record_end,
+    link_memory,  link_pin,        link_unpin,     link_shared,     link_unshared,
+    link_push,    link_push_mark,  link_pushed,    link_await_push, link_hold_push,
+    link_bring,   link_copy,       link_mark,      link_reach,      link_fetch,
+    link_fetched, link_side,       link_join,      link_record,     link_record_end,
     link_replay,  link_graph_free, &hx_cuda_encode
 };

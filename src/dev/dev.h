@@ -409,10 +409,11 @@ enum {
 
 typedef struct {
     uint32_t stop; /* plan: HX_AHEAD_STOP, and 1 << k for an item that is still wanted */
-    int32_t n, id[HX_AHEAD_SLOTS];    /* items, in the order in which they come */
-    const void *from[HX_AHEAD_SLOTS]; /* their records; plan may change the table meanwhile */
-    uint32_t part[HX_AHEAD_SLOTS];    /* pieces that are there */
-    uint32_t made;                    /* 1: what is above is there */
+    int32_t n, id[HX_AHEAD_SLOTS]; /* items, in the order in which they come */
+    const void
+        *from[HX_AHEAD_SLOTS]; /* their records; plan may change the table meanwhile */
+    uint32_t part[HX_AHEAD_SLOTS]; /* pieces that are there */
+    uint32_t made;                 /* 1: what is above is there */
 } hx_ahead_list;
 
 typedef struct {

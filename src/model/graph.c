@@ -37,11 +37,11 @@ struct hx_graph {
     hx_layer_call call[N_KIND]; /* their buffers share memory */
     int64_t window[N_KIND];     /* rows at a time */
     uint64_t bytes;
-    const hx_batch *batch;           /* since begin */
-    hx_span part;                    /* of the batch: the rows of a window */
-    bool whole;                      /* each kind takes all rows at once, in the same place */
-    bool due; /* y of the last sub-layer is still to be merged into the streams */
-    int64_t next;                    /* layer that comes next */
+    const hx_batch *batch; /* since begin */
+    hx_span part;          /* of the batch: the rows of a window */
+    bool whole;            /* each kind takes all rows at once, in the same place */
+    bool due;     /* y of the last sub-layer is still to be merged into the streams */
+    int64_t next; /* layer that comes next */
     hx_dev_graph *step[HX_SPAN_MAX]; /* recorded decode steps, by rows - 1 */
     bool ran[HX_SPAN_MAX];           /* once as it is: what comes up at first is there */
     hx_buf drawn;                    /* see hx_layer_call */

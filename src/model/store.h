@@ -41,14 +41,14 @@ typedef struct hx_store {
     int n_pin;
     hx_lane *lane; /* NULL: none */
     hx_rates rates;
-    bool learn;           /* rates were measured: plan corrects them */
-    hx_clock clock;       /* items: layer * E + expert */
-    hx_buf slots;         /* [n_slot] records in device memory */
-    hx_buf resident, at;  /* i32, hx_lease [n_layer, E] */
-    hx_buf here, there;   /* i32 [max_pick] */
-    hx_buf log;           /* i32 [n_layer, max_pick] */
-    hx_buf told[2];       /* the same on the host, of the steps that may be on their way */
-    int64_t n_sent;       /* steps */
+    bool learn;          /* rates were measured: plan corrects them */
+    hx_clock clock;      /* items: layer * E + expert */
+    hx_buf slots;        /* [n_slot] records in device memory */
+    hx_buf resident, at; /* i32, hx_lease [n_layer, E] */
+    hx_buf here, there;  /* i32 [max_pick] */
+    hx_buf log;          /* i32 [n_layer, max_pick] */
+    hx_buf told[2];      /* the same on the host, of the steps that may be on their way */
+    int64_t n_sent;      /* steps */
     struct hx_move *move; /* [HX_MOVE_MAX] pushes on their way */
     int n_move;
     int32_t n_all_slot;   /* slots when none are lent */
