@@ -19,6 +19,7 @@ enum {
     MIX_OUTS = 4,      /* outputs whose weights a warp has on their way at a time */
     MIX_AHEAD = 2,     /* times four columns that a thread asks for at first */
     MAX_STREAMS = 8,   /* ops.c: same bound */
+    SOME_STREAMS = 4,  /* up to which mix_dots takes half of the registers */
 };
 
 static const int64_t MAX_GRID_Y = 65535;
@@ -256,7 +257,7 @@ struct mix_args {
     bool wide;
 };
 
-template <int FMT> __global__ void mix_dots(const __grid_constant__ mix_args a);
+template <int FMT, int N> __global__ void mix_dots(const __grid_constant__ mix_args a);
 template <int S> __global__ void mix_rows(const __grid_constant__ mix_args a);
 __global__ void mix_copy(const mix_args a);
 
@@ -267,8 +268,15 @@ static int mix_some(hx_cuda *c, const mix_args &k, int fmt, hx_err *err)
     const dim3 rows(2, (unsigned)k.rows);
     const size_t row_bytes = (size_t)k.dim * sizeof(float);
 
-    HX_PLAIN_SWITCH(fmt,
-                    HX_LAUNCH_NEXT(c, "hc_mix", err, mix_dots<FMT>, grid, THREADS, 0, k));
+    if (k.s <= SOME_STREAMS) {
+        HX_PLAIN_SWITCH(fmt,
+                        HX_LAUNCH_NEXT(c, "hc_mix", err, (mix_dots<FMT, SOME_STREAMS>),
+                                       grid, THREADS, 0, k));
+    } else {
+        HX_PLAIN_SWITCH(fmt,
+                        HX_LAUNCH_NEXT(c, "hc_mix", err, (mix_dots<FMT, MAX_STREAMS>),
+                                       grid, THREADS, 0, k));
+    }
 #define CASE(n)                                                                          \
     case n:                                                                              \
         HX_LAUNCH_NEXT(c, "hc_mix", err, mix_rows<n>, rows, MIX_THREADS, row_bytes, k);  \
@@ -366,21 +374,22 @@ __global__ void mix_copy(const mix_args a)
         a.post[r] = a.comb[r] = 1.0f;
 }
 
-/* Sums of the S streams of a column, weighed: hc_merge of one column. map: post, comb. */
-HX_DEVICE void merge_column(float v[MAX_STREAMS], float y, const float *map, int s)
+/* Sums of the S streams of a column, weighed: hc_merge of one column, S up to N. map:
+ * post, comb. */
+template <int N> HX_DEVICE void merge_column(float v[N], float y, const float *map, int s)
 {
-    float old[MAX_STREAMS];
+    float old[N];
 
 #pragma unroll
-    for (int j = 0; j < MAX_STREAMS; j++)
+    for (int j = 0; j < N; j++)
         old[j] = v[j];
 #pragma unroll
-    for (int j = 0; j < MAX_STREAMS; j++) {
+    for (int j = 0; j < N; j++) {
         if (j >= s)
             break;
         v[j] = map[j] * y;
 #pragma unroll
-        for (int k = 0; k < MAX_STREAMS; k++)
+        for (int k = 0; k < N; k++)
             if (k < s)
                 v[j] = fmaf(map[s + k * s + j], old[k], v[j]);
     }
@@ -388,18 +397,19 @@ HX_DEVICE void merge_column(float v[MAX_STREAMS], float y, const float *map, int
 
 /* One column of the slice of four rows, a thread each: its streams, merged where that
  * comes first, to shared memory. Whole block. */
+template <int N>
 HX_DEVICE void mix_inputs(const mix_args &a, int64_t r0, int n_row,
-                          float x[MIX_ROWS][MAX_STREAMS * SLICE])
+                          float x[MIX_ROWS][N * SLICE])
 {
-    __shared__ float map[MIX_ROWS][MAX_STREAMS * (MAX_STREAMS + 1)];
+    __shared__ float map[MIX_ROWS][N * (N + 1)];
     const int r = threadIdx.x / SLICE, c = threadIdx.x % SLICE, s = a.s;
     const int64_t col = (int64_t)blockIdx.x * SLICE + c;
     const bool in = r < n_row && col < a.dim;
     float *at = a.streams + (r0 + r) * s * a.dim + col;
-    float v[MAX_STREAMS];
+    float v[N];
 
 #pragma unroll
-    for (int j = 0; j < MAX_STREAMS; j++)
+    for (int j = 0; j < N; j++)
         v[j] = j < s && in ? at[j * a.dim] : 0.0f;
     if (a.y != NULL) {
         const float y = in ? a.y[(r0 + r) * a.dim + col] : 0.0f;
@@ -408,14 +418,14 @@ HX_DEVICE void mix_inputs(const mix_args &a, int64_t r0, int n_row,
             map[r][j] =
                 j < s ? a.post[(r0 + r) * s + j] : a.comb[(r0 + r) * s * s + j - s];
         __syncthreads();
-        merge_column(v, y, map[r], s);
+        merge_column<N>(v, y, map[r], s);
 #pragma unroll
-        for (int j = 0; j < MAX_STREAMS; j++)
+        for (int j = 0; j < N; j++)
             if (j < s && in)
                 at[j * a.dim] = v[j];
     }
 #pragma unroll
-    for (int j = 0; j < MAX_STREAMS; j++)
+    for (int j = 0; j < N; j++)
         if (j < s)
             x[r][j * SLICE + c] = in ? v[j] : 0.0f;
     __syncthreads();
@@ -424,12 +434,12 @@ HX_DEVICE void mix_inputs(const mix_args &a, int64_t r0, int n_row,
 /* A block: one slice of 64 columns, four rows, all outputs and the sum of squares; a warp
  * takes every eighth output, four of them at a time. Grid (slices, R / 4). Reads the
  * weights once for four rows, and the streams once; with y writes them. */
-template <int FMT>
+template <int FMT, int N>
 __global__ void __launch_bounds__(THREADS) mix_dots(const __grid_constant__ mix_args a)
 {
     static_assert(THREADS == MIX_ROWS * SLICE, "a thread has a column of a row");
-    constexpr int CHUNKS = MAX_STREAMS * SLICE / 256, WARPS = THREADS / 32;
-    __shared__ __align__(16) float x[MIX_ROWS][MAX_STREAMS * SLICE];
+    constexpr int CHUNKS = N * SLICE / 256, WARPS = THREADS / 32;
+    __shared__ __align__(16) float x[MIX_ROWS][N * SLICE];
     const int64_t c0 = (int64_t)blockIdx.x * SLICE, r0 = (int64_t)blockIdx.y * MIX_ROWS;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n_out = (int)a.fn.n;
     const int n_row = (int)min((int64_t)MIX_ROWS, a.rows - r0), width = a.s * SLICE;
@@ -453,7 +463,7 @@ __global__ void __launch_bounds__(THREADS) mix_dots(const __grid_constant__ mix_
             }
         if (j0 == warp) {
             hx_cuda_in_turn();
-            mix_inputs(a, r0, n_row, x);
+            mix_inputs<N>(a, r0, n_row, x);
         }
 #pragma unroll
         for (int i = 0; i < CHUNKS; i++) {
