@@ -306,6 +306,23 @@ static int sample_rows(hx_engine *e, hx_buf logits, int32_t first, int32_t n, hx
     return hx_op_sample(e->dev, &a, err);
 }
 
+/* Chooses for row r by itself. An error only where no negative id says what is wrong. */
+static int sample_alone(hx_engine *e, hx_buf logits, int32_t r, hx_err *err)
+{
+    const hx_buf to = hx_buf_at(e->out_id, (size_t)r * sizeof(int32_t));
+    hx_err why = { 0 };
+    int32_t id = 0;
+    int rc = hx_dev_put(e->dev, to, &id, sizeof id, err), rc_row;
+
+    if (rc != 0)
+        return rc;
+    rc_row = sample_rows(e, logits, r, 1, &why);
+    if ((rc = hx_dev_get(e->dev, &id, to, sizeof id, err)) != 0 || rc_row == 0 || id < 0)
+        return rc;
+    *err = why;
+    return rc_row;
+}
+
 /* Has the next tokens of the flight's first n_new rows chosen, whose logits are rows 0 …,
  * and brought. A row that cannot be sampled ends its own stream only. */
 static int choose(hx_engine *e, hx_flight *f, hx_buf logits, hx_err *err)
@@ -326,7 +343,7 @@ static int choose(hx_engine *e, hx_flight *f, hx_buf logits, hx_err *err)
     }
     each = each || sample_rows(e, logits, 0, n, &row_err) != 0;
     for (int32_t r = 0; r < n && each; r++)
-        if (sample_rows(e, logits, r, 1, &row_err) != 0)
+        if (sample_alone(e, logits, r, &row_err) != 0)
             end_stream(f->row[r], HX_STOP_NONE, -1, &row_err);
     if ((rc = hx_dev_bring(e->dev, f->to->id, e->out_id, (size_t)n * sizeof(int32_t),
                            err)) != 0 ||
