@@ -9,9 +9,10 @@
 #include "engine/engine.h"
 
 #define WEIGHT 0.2f /* of a new measurement */
-/* Prefill gets its credit also where decode became slower by itself since it was alone:
- * sequences grew. */
-#define DRIFT 0.85f
+/* Prefill gets some credit also where decode became much slower by itself since it was
+ * alone, as sequences grew. Not sooner: steps between slices of a prompt are slower anyway,
+ * for they find the caches taken, and that is what the share has to make up for. */
+#define DRIFT 0.5f
 /* A hiccup of the machine is nobody's debt: a measurement counts up to so many times what
  * was expected. */
 #define OUTLIER 2.0f

@@ -23,6 +23,7 @@ typedef struct {
     double heavy;            /* every fourth layer costs so many times that */
     double noise;            /* each time by up to this part more */
     double hiccup;           /* one in 50 times by so much longer */
+    double cold;             /* a step after a slice of a prompt by this part longer */
 } machine;
 
 static const machine machines[] = {
@@ -64,6 +65,13 @@ static const machine machines[] = {
       .layer = 30000,
       .per_block = 500,
       .heavy = 1.2 },
+    { .name = "cold caches",
+      .step = 1000,
+      .per_row = 600,
+      .layer = 100,
+      .per_block = 2000,
+      .heavy = 1.5,
+      .cold = 0.15 },
 };
 
 typedef struct {
@@ -82,6 +90,7 @@ typedef struct {
     int32_t n_stream;
     newcomer *in;
     int64_t n_in, chunk; /* chunk: whose is under way, -1: nobody's */
+    bool sliced;         /* part of a prompt was read since the last decode step */
     uint64_t turn;
     double gap[200000], last_us;
     int64_t n_gap;
@@ -104,8 +113,10 @@ static void sim_open(sim *x, const machine *m, int32_t n_stream, float share)
 
 static void do_decode(sim *x)
 {
-    const double us = cost(x, x->m->step + x->m->per_row * x->s.n_decode);
+    const double warm = x->m->step + x->m->per_row * x->s.n_decode,
+                 us = cost(x, x->sliced ? warm * (1 + x->m->cold) : warm);
 
+    x->sliced = false;
     x->now_us += us;
     hx_sched_pick_decoded(&x->costs, &x->s, x->s.n_decode, (float)us);
     if (x->last_us > 0 && x->n_gap < (int64_t)HX_LEN(x->gap))
@@ -122,6 +133,7 @@ static void do_prefill(sim *x, const hx_pick *p)
 {
     const double one = x->m->layer + x->m->per_block * (double)p->blocks;
 
+    x->sliced = true;
     x->in[x->chunk].key.turn = ++x->turn;
     x->s.blocks = p->blocks;
     for (int64_t i = 0; i < p->layers; i++) {
