@@ -57,6 +57,7 @@ typedef struct {
     int64_t left;     /* blocks of the prompt whose chunk would begin */
     float share;      /* see hx_options.decode_share */
     float credit_us;  /* what prefill may take now; below 0: it took more than its part */
+    bool sliced;      /* since the last decode step a part of a prompt was read */
 } hx_pick_state;
 
 typedef enum { HX_PICK_NOTHING, HX_PICK_DECODE, HX_PICK_PREFILL } hx_pick_kind;

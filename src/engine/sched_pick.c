@@ -9,6 +9,12 @@
 #include "engine/engine.h"
 
 #define WEIGHT 0.2f /* of a new measurement */
+/* What decode takes alone is not what it takes while a newcomer's request is taken apart
+ * beside it, so it rises slowly. Beside a prompt, a faster step shows that it is too high;
+ * a step right after another one, whose caches are its own, is one alone. */
+#define WEIGHT_UP   0.02f
+#define WEIGHT_DOWN 0.05f
+#define UP_MOST     1.25f /* a hiccup says little */
 /* Prefill gets some credit also where decode became much slower by itself since it was
  * alone, as sequences grew. Not sooner: steps between slices of a prompt are slower anyway,
  * for they find the caches taken, and that is what the share has to make up for. */
@@ -22,9 +28,9 @@
 #define HARDLY    1.25f
 #define SHARE_MAX 0.95f
 
-static void learn(float *at, float us)
+static void learn(float *at, float us, float weight)
 {
-    *at = *at == 0 ? us : *at + WEIGHT * (us - *at);
+    *at = *at == 0 ? us : *at + weight * (us - *at);
 }
 
 /* A decode step of rows, from the nearest number of rows seen; 0: none was. */
@@ -164,11 +170,16 @@ void hx_sched_pick_decoded(hx_costs *c, hx_pick_state *s, int32_t rows, float us
 {
     const float before = expect(c->step, rows), share = HX_MIN(s->share, SHARE_MAX);
     const float took = before > 0 ? HX_MIN(us, before * OUTLIER) : us;
-    float floor_us;
+    float *alone = &c->alone[rows], floor_us;
 
-    learn(&c->step[rows], took);
+    learn(&c->step[rows], took, WEIGHT);
     if (!s->prefill)
-        learn(&c->alone[rows], took);
+        learn(alone, took, took > *alone ? WEIGHT_UP : WEIGHT);
+    else if (c->step[rows] < *alone)
+        learn(alone, c->step[rows], WEIGHT_DOWN);
+    else if (!s->sliced)
+        learn(alone, *alone > 0 ? HX_MIN(took, *alone * UP_MOST) : took, WEIGHT_UP);
+    s->sliced = false;
     floor_us = HX_MAX(expect(c->alone, rows), c->step[rows] * DRIFT) / share;
     if (!s->prefill)
         s->credit_us = 0;
@@ -183,7 +194,8 @@ void hx_sched_pick_read(hx_costs *c, hx_pick_state *s, int64_t layer, int64_t bl
     float *at = &c->layer[layer * c->n_block + blocks - 1];
 
     if (full || *at == 0)
-        learn(at, took);
+        learn(at, took, WEIGHT);
     if (s->n_decode > 0)
         s->credit_us -= took;
+    s->sliced = true;
 }

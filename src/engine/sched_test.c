@@ -90,7 +90,6 @@ typedef struct {
     int32_t n_stream;
     newcomer *in;
     int64_t n_in, chunk; /* chunk: whose is under way, -1: nobody's */
-    bool sliced;         /* part of a prompt was read since the last decode step */
     uint64_t turn;
     double gap[200000], last_us;
     int64_t n_gap;
@@ -114,9 +113,8 @@ static void sim_open(sim *x, const machine *m, int32_t n_stream, float share)
 static void do_decode(sim *x)
 {
     const double warm = x->m->step + x->m->per_row * x->s.n_decode,
-                 us = cost(x, x->sliced ? warm * (1 + x->m->cold) : warm);
+                 us = cost(x, x->s.sliced ? warm * (1 + x->m->cold) : warm);
 
-    x->sliced = false;
     x->now_us += us;
     hx_sched_pick_decoded(&x->costs, &x->s, x->s.n_decode, (float)us);
     if (x->last_us > 0 && x->n_gap < (int64_t)HX_LEN(x->gap))
@@ -133,7 +131,6 @@ static void do_prefill(sim *x, const hx_pick *p)
 {
     const double one = x->m->layer + x->m->per_block * (double)p->blocks;
 
-    x->sliced = true;
     x->in[x->chunk].key.turn = ++x->turn;
     x->s.blocks = p->blocks;
     for (int64_t i = 0; i < p->layers; i++) {
