@@ -10,7 +10,7 @@ static double step_ms(const hx_experts *x, double picks, double hit, const char 
     const double missing = picks * (1 - hit), rest = picks * hit * x->us[0];
     double best = missing * x->us[1];
 
-    *limit = "link";
+    *limit = missing > 0 ? "link" : "GPU";
     for (double lane = 0; x->us[2] > 0 && lane <= missing; lane += 1) {
         const double cpu = lane * x->us[2], gpu = (missing - lane) * x->us[1];
 
@@ -39,8 +39,10 @@ static void print_experts(const hx_experts *x, const hx_info *info)
     line("experts in GPU memory (slots)", (uint64_t)x->n_slot * x->expert_bytes);
     line("experts in host memory", (uint64_t)x->n_expert * x->expert_bytes);
     printf("an expert of %.2f MB costs, measured now:\n", (double)x->expert_bytes / 1e6);
-    printf("  in GPU memory %.1f us, over the link %.1f us (%.1f GB/s)", x->us[0],
-           x->us[1], (double)x->expert_bytes / x->us[1] / 1e3);
+    printf("  in GPU memory %.1f us", x->us[0]);
+    if (x->us[1] > 0)
+        printf(", over the link %.1f us (%.1f GB/s)", x->us[1],
+               (double)x->expert_bytes / x->us[1] / 1e3);
     if (x->us[2] > 0)
         printf(
             ", on the CPU %.1f us (%.1f GB/s) and %.1f us for each row more, %.0f us to "
