@@ -238,8 +238,8 @@ static void agree_case(const char *dir, const int32_t *ids, int64_t n, const cha
     run_fresh(&r, HX_PHASE_DECODE, ids, n, 3, other);
     /* Rows of one decode step have the bits of serial steps. */
     assert_memory_equal(other, serial, (size_t)(n * v) * sizeof(float));
-    /* A GPU's prefill multiplies halves: in a row here and there near ties of a router or
-     * of the index fall the other way; all others agree to their precision. */
+    /* A GPU's prefill multiplies halves: a near tie of a router or of the index may fall the
+     * other way in a row here and there; all others agree to their precision. */
     const double near = hx_dev_is_host(r.dev) ? 2e-5 : 1e-2;
     int64_t far = 0;
     for (int64_t i = 0; i < n; i++)
@@ -247,7 +247,7 @@ static void agree_case(const char *dir, const int32_t *ids, int64_t n, const cha
     printf("%s on %s, latents %d: decode against prefill %.2g, %lld of %lld rows above "
            "%g\n",
            dir, r.dev->text, (int)fmt, one, (long long)far, (long long)n, near);
-    assert_true(far <= (hx_dev_is_host(r.dev) ? 0 : n / 5));
+    assert_true(far <= (hx_dev_is_host(r.dev) ? 0 : n / 20));
     rig_close(&r);
     hx_free(whole);
     hx_free(other);
