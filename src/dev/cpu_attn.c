@@ -350,28 +350,13 @@ int hx_cpu_kda_chunk(hx_dev *d, const hx_kda_chunk_args *a, hx_err *err)
 
 /* ---- paged memory ---------------------------------------------------- */
 
-typedef struct {
-    void *v;
-    uint8_t *scale; /* of FP8 */
-} page_item;
-
-/* Item i of a slot's paged memory, with per items in a page. */
-static page_item page_row(const hx_pages *g, int32_t slot, int64_t i, int64_t per)
-{
-    const int64_t id = g->table[slot * g->max_page + i / per], at = i % per;
-    char *page = (char *)g->data.p + id * hx_page_bytes(g->fmt, per, g->width);
-
-    return (page_item) { page + at * g->width * hx_page_value_bytes(g->fmt),
-                         (uint8_t *)page + per * g->width + at };
-}
-
 static void page_read(const hx_kern *v, const hx_pages *g, int32_t slot, int64_t i,
                       int64_t per, float *out)
 {
     static const hx_fmt fmt[] = { [HX_CACHE_BF16] = HX_FMT_BF16,
                                   [HX_CACHE_F32] = HX_FMT_F32,
                                   [HX_CACHE_FP8] = HX_FMT_FP8 };
-    const page_item row = page_row(g, slot, i, per);
+    const hx_page_item row = hx_page_row(g, slot, i, per);
 
     v->widen(out, row.v, fmt[g->fmt],
              g->fmt == HX_CACHE_FP8 ? hx_page_scale(*row.scale) : 1, g->width);
@@ -380,7 +365,7 @@ static void page_read(const hx_kern *v, const hx_pages *g, int32_t slot, int64_t
 static void page_write(const hx_kern *v, const hx_pages *g, int32_t slot, int64_t i,
                        int64_t per, const float *in)
 {
-    const page_item row = page_row(g, slot, i, per);
+    const hx_page_item row = hx_page_row(g, slot, i, per);
 
     if (g->fmt == HX_CACHE_FP8)
         hx_page_put_fp8(row.v, row.scale, in, g->width);

@@ -1,5 +1,5 @@
 /* fmt_page.h - how items (latents, pooled index keys) lie in pages of sequence memory, one
- * text for C and CUDA, used by every backend. Never looks at which item is whose.
+ * text for C and CUDA, used by every backend. Never looks at what an item says.
  *
  * F32, BF16: [items, width]. FP8: e4m3 [items, width], then one byte s per item [items];
  * a value is e4m3 * 2^(s - 127). A power of two costs no precision, as e4m3 has the same
@@ -63,5 +63,23 @@ static inline void hx_page_put_fp8(uint8_t *item, uint8_t *scale, const float *v
     for (int64_t i = 0; i < width; i++)
         item[i] = hx_e4m3_from(v[i] * hx_page_unscale(*scale));
 }
+
+#ifndef __CUDACC__ /* kernels read the table on the device: cuda_pages.h */
+typedef struct {
+    void *v;
+    uint8_t *scale; /* of FP8 */
+} hx_page_item;
+
+/* Item i of a slot's paged memory, with per items in a page. */
+static inline hx_page_item hx_page_row(const hx_pages *g, int32_t slot, int64_t i,
+                                       int64_t per)
+{
+    const int64_t id = g->table[slot * g->max_page + i / per], at = i % per;
+    char *page = (char *)g->data.p + id * hx_page_bytes(g->fmt, per, g->width);
+
+    return (hx_page_item) { page + at * g->width * hx_page_value_bytes(g->fmt),
+                            (uint8_t *)page + per * g->width + at };
+}
+#endif
 
 #endif

@@ -1039,22 +1039,7 @@ static int ref_kda_out(hx_dev *dev, const hx_kda_out_args *a, hx_err *err)
 
 /* ---- paged memory ---------------------------------------------------- */
 
-typedef struct {
-    void *v;
-    uint8_t *scale; /* of FP8 */
-} page_item;
-
-/* Item i of a slot's paged memory, with per items in a page. */
-static page_item page_row(const hx_pages *g, int32_t slot, int64_t i, int64_t per)
-{
-    const int64_t id = g->table[slot * g->max_page + i / per], at = i % per;
-    char *page = (char *)g->data.p + id * hx_page_bytes(g->fmt, per, g->width);
-
-    return (page_item) { page + at * g->width * hx_page_value_bytes(g->fmt),
-                         (uint8_t *)page + per * g->width + at };
-}
-
-static double page_get(const hx_pages *g, page_item row, int64_t i)
+static double page_get(const hx_pages *g, hx_page_item row, int64_t i)
 {
     return g->fmt == HX_CACHE_F32 ? (double)hx_f32_at(row.v, i)
            : g->fmt == HX_CACHE_BF16
@@ -1062,7 +1047,7 @@ static double page_get(const hx_pages *g, page_item row, int64_t i)
                : (double)hx_fp8_at(row.v, i) * (double)hx_page_scale(*row.scale);
 }
 
-static void page_put(const hx_pages *g, page_item row, int64_t i, double v)
+static void page_put(const hx_pages *g, hx_page_item row, int64_t i, double v)
 {
     if (g->fmt == HX_CACHE_F32)
         ((float *)row.v)[i] = (float)v;
@@ -1076,7 +1061,8 @@ static int ref_latent_append(hx_dev *dev, const hx_latent_append_args *a, hx_err
     for (const hx_span *s = a->rows.span; s < a->rows.span + a->rows.n_span; s++)
         for (int64_t t = 0; t < s->n_row; t++) {
             const float *c = (const float *)a->c.p + (s->row0 + t) * a->ldc;
-            const page_item row = page_row(&a->cache, s->slot, s->pos0 + t, HX_PAGE);
+            const hx_page_item row =
+                hx_page_row(&a->cache, s->slot, s->pos0 + t, HX_PAGE);
 
             if (a->cache.fmt == HX_CACHE_FP8)
                 hx_page_put_fp8(row.v, row.scale, c, a->cache.width);
@@ -1092,7 +1078,7 @@ static void pool_key(const hx_index_append_args *a, int32_t slot, int64_t pos)
     const int64_t n = a->pool_n, width = a->pool.width;
     const float *ring = (const float *)a->ring.p + (int64_t)slot * HX_RING * 2 * width;
     const float *ape = a->ape.p;
-    const page_item row = page_row(&a->pool, slot, pos / n, HX_PAGE / n);
+    const hx_page_item row = hx_page_row(&a->pool, slot, pos / n, HX_PAGE / n);
 
     for (int64_t c = 0; c < width; c++) {
         double logit[MAX_POOL], top = -INFINITY, mass = 0, key = 0;
@@ -1151,7 +1137,7 @@ static void score_part(void *ud, int64_t begin, int64_t end, int worker)
 
     (void)worker;
     for (int64_t p = begin; p < end; p++) {
-        const page_item key = page_row(&a->pool, c->slot, p, HX_PAGE / a->pool_n);
+        const hx_page_item key = hx_page_row(&a->pool, c->slot, p, HX_PAGE / a->pool_n);
         double sum = 0;
 
         for (int64_t h = 0; h < a->heads; h++) {
@@ -1237,8 +1223,8 @@ static void attend_part(void *ud, int64_t begin, int64_t end, int worker)
         double top = -INFINITY, mass = 0;
 
         for (int64_t i = 0; i < n; i++) {
-            const page_item row = page_row(&a->cache, c->slot,
-                                           attended(a, pick, n_pick, c->pos, i), HX_PAGE);
+            const hx_page_item row = hx_page_row(
+                &a->cache, c->slot, attended(a, pick, n_pick, c->pos, i), HX_PAGE);
 
             p[i] = 0;
             for (int64_t d = 0; d < width; d++)
@@ -1248,8 +1234,8 @@ static void attend_part(void *ud, int64_t begin, int64_t end, int worker)
         }
         memset(z, 0, (size_t)width * sizeof(*z));
         for (int64_t i = 0; i < n; i++) {
-            const page_item row = page_row(&a->cache, c->slot,
-                                           attended(a, pick, n_pick, c->pos, i), HX_PAGE);
+            const hx_page_item row = hx_page_row(
+                &a->cache, c->slot, attended(a, pick, n_pick, c->pos, i), HX_PAGE);
             const double e = exp(p[i] - top);
 
             mass += e;
