@@ -76,6 +76,7 @@ int bench_ops(const hx_cli *c, bench_report *out);               /* tools.c */
 int bench_protocol(bench_run *b, const char *name, hx_err *err); /* bench_protocol.c */
 int bench_compare(const hx_cli *c);                              /* bench_compare.c */
 int bench_serve(const hx_cli *c, bench_report *out);             /* bench_serve.c */
-int bench_follow(const hx_cli *c, bench_report *out);            /* bench_follow.c */
+/* bench_follow.c: what turns of a long conversation take, what a newcomer does to streams */
+int bench_follow(const hx_cli *c, bool turns, bool newcomer, bench_report *out);
 
 #endif

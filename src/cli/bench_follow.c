@@ -1,7 +1,7 @@
-/* bench_follow.c - the mix "follow" of hoist bench serve: what the next turn of a long
- * conversation costs, beside its first; with --park-dir also after a restart; with experts
- * behind a GPU beside the time that the link alone would take; and what a prompt of that
- * length does to three streams. Called by bench_serve.c.
+/* bench_follow.c - the mixes of hoist bench serve that need no server. "follow": what the
+ * next turn of a long conversation costs, beside its first; with --park-dir also after a
+ * restart; with experts behind a GPU beside the time that the link alone would take.
+ * "newcomer": what a prompt of that length does to three streams. Called by bench_serve.c.
  *
  * Uses hoist.h only, and ids instead of text, so that synthetic models can be measured. */
 #include <stdlib.h>
@@ -217,33 +217,49 @@ static int submit(talk *t, const int32_t *id, int64_t n, int64_t max_new, hx_str
                      s, err);
 }
 
-/* Streams for a while alone, then beside a prompt of n_long tokens; us: to its first
- * token. */
+/* Streams for a while alone, once each has begun, then beside a prompt of n_long tokens;
+ * us: to its first token; x3: what had become of the experts at these three moments. */
 static int run_streams(talk *t, series *x, int64_t n_long, int64_t *from_us, int64_t *us,
-                       hx_err *err)
+                       hx_experts *x3, hx_err *err)
 {
     series late = { .at = &(int64_t) { 0 }, .cap = 1 };
-    const int64_t start = hx_now_us();
+    int64_t start = 0;
     int rc = 0;
 
     for (int k = 0; k < BESIDE && rc == 0; k++)
         rc = submit(t, t->id + 64 * k, 64, x[k].cap, &x[k].s, err);
     while (rc == 0 && late.n == 0) {
-        for (int k = 0; k < BESIDE; k++)
+        bool all = true;
+
+        for (int k = 0; k < BESIDE; k++) {
             take(&x[k]);
+            all = all && x[k].n > 0;
+        }
         if (late.s != NULL) {
             take(&late);
-        } else if (hx_now_us() - start > BEFORE_US) {
+        } else if (start == 0 && all) {
+            start = hx_now_us();
+            hx_get_experts(t->e, &x3[0]);
+        } else if (start > 0 && hx_now_us() - start > BEFORE_US) {
+            hx_get_experts(t->e, &x3[1]);
             *from_us = hx_now_us();
             rc = submit(t, t->id, n_long, 1, &late.s, err);
         }
         usleep(500);
     }
+    hx_get_experts(t->e, &x3[2]);
     *us = late.at[0] - *from_us;
     hx_stream_free(late.s);
     for (int k = 0; k < BESIDE; k++)
         hx_stream_free(x[k].s);
     return rc;
+}
+
+/* Distinct experts that a decode step between two moments did not find in GPU memory. */
+static double missing(const hx_experts *a, const hx_experts *b)
+{
+    return (double)(b->link + b->lane + b->ahead - a->link - a->lane - a->ahead) /
+           (double)HX_MAX(b->steps - a->steps, 1);
 }
 
 static int run_beside(talk *t, uint64_t seed, int64_t n_long, hx_err *err)
@@ -252,6 +268,7 @@ static int run_beside(talk *t, uint64_t seed, int64_t n_long, hx_err *err)
     series x[BESIDE] = { 0 };
     double *gap = hx_new(double, BESIDE *cap);
     int64_t from = 0, us = 0;
+    hx_experts x3[3] = { 0 };
     turn alone;
     int rc = gap == NULL ? HX_ENOMEM : 0;
 
@@ -264,21 +281,27 @@ static int run_beside(talk *t, uint64_t seed, int64_t n_long, hx_err *err)
         rc = hx_fail(err, rc, "bench: no memory");
     else if ((rc = send(t, &alone, err)) == 0) {
         bench_random_ids(&t->info, seed + 501, t->id, n_long);
-        rc = run_streams(t, x, n_long, &from, &us, err);
+        rc = run_streams(t, x, n_long, &from, &us, x3, err);
     }
     if (rc == 0) {
         const double before =
             (double)gaps_of(x, from - BEFORE_US / 2, from, gap) / (BEFORE_US / 2e6);
         const int64_t n = HX_MAX(gaps_of(x, from, from + us, gap), 1);
 
-        bench_one(t->out, "beside: rate of three streams before", "tok/s", before);
-        bench_one(t->out, "beside: rate they keep", "%",
+        bench_one(t->out, "newcomer: rate of three streams before", "tok/s", before);
+        bench_one(t->out, "newcomer: rate they keep", "%",
                   100 * (double)n * 1e6 / (double)us / HX_MAX(before, 1e-9));
-        bench_one(t->out, "beside: gap p50", "ms", gap[n / 2]);
-        bench_one(t->out, "beside: gap p99 / p50", "x", gap[n * 99 / 100] / gap[n / 2]);
-        bench_one(t->out, "beside: first token alone", "ms", alone.ms);
-        bench_one(t->out, "beside: first token beside / alone", "x",
+        bench_one(t->out, "newcomer: gap p50", "ms", gap[n / 2]);
+        bench_one(t->out, "newcomer: gap p99 / p50", "x", gap[n * 99 / 100] / gap[n / 2]);
+        bench_one(t->out, "newcomer: first token alone", "ms", alone.ms);
+        bench_one(t->out, "newcomer: first token beside / alone", "x",
                   (double)us / 1e3 / alone.ms);
+        if (x3[2].n_slot < x3[2].n_expert) {
+            bench_one(t->out, "newcomer: experts missing before", "a step",
+                      missing(&x3[0], &x3[1]));
+            bench_one(t->out, "newcomer: experts missing beside", "a step",
+                      missing(&x3[1], &x3[2]));
+        }
     }
     for (int k = 0; k < BESIDE; k++)
         hx_free(x[k].at);
@@ -286,7 +309,7 @@ static int run_beside(talk *t, uint64_t seed, int64_t n_long, hx_err *err)
     return rc;
 }
 
-int bench_follow(const hx_cli *c, bench_report *out)
+int bench_follow(const hx_cli *c, bool turns, bool newcomer, bench_report *out)
 {
     const uint64_t seed = c->has_seed ? (uint64_t)c->seed : 1;
     talk t = { .out = out };
@@ -308,12 +331,17 @@ int bench_follow(const hx_cli *c, bench_report *out)
                      (long long)t.cap, (long long)more + 65);
     else if ((t.id = hx_new(int32_t, t.cap)) == NULL)
         rc = hx_fail(&err, HX_ENOMEM, "bench: no memory");
-    else if ((rc = run_rounds(&t, seed, n_long, &err)) == 0 &&
-             (t.info.max_streams <= BESIDE ||
-              (rc = run_beside(&t, seed, n_long, &err)) == 0) &&
-             c->park_dir != NULL)
+    else if (newcomer && t.info.max_streams <= BESIDE)
+        rc = hx_fail(&err, HX_EARG, "bench: room for %d streams, newcomer needs %d",
+                     t.info.max_streams, BESIDE + 1);
+    if (rc == 0 && newcomer)
+        rc = run_beside(&t, seed, n_long, &err);
+    if (rc == 0 && turns)
+        rc = run_rounds(&t, seed, n_long, &err);
+    if (rc == 0 && turns && c->park_dir != NULL)
         rc = run_restart(&t, c, seed, &err);
-    bench_one(out, "follow: conversation", "tokens", (double)n_long);
+    bench_one(out, turns ? "follow: conversation" : "newcomer: prompt", "tokens",
+              (double)n_long);
     hx_free(t.id);
     hx_close(t.e);
     return rc != 0 ? cli_fail(&err) : 0;

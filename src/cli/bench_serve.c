@@ -709,7 +709,32 @@ static const struct {
 /* names: like "beside,crowd"; NULL: all. */
 static bool is_named(const char *mix, const char *names)
 {
-    return names == NULL || strstr(names, mix) != NULL;
+    const size_t n = strlen(mix);
+
+    for (const char *p = names; p != NULL && *p != 0;) {
+        const size_t len = strcspn(p, ",");
+
+        if (len == n && memcmp(p, mix, n) == 0)
+            return true;
+        p += len + (p[len] == ',');
+    }
+    return names == NULL;
+}
+
+/* Whether each of the names is that of a mix, and *server: one of them needs the server. */
+static bool know_all(const char *names, bool *server)
+{
+    size_t n_named = is_named("follow", names) + is_named("newcomer", names), n = 1;
+
+    *server = false;
+    for (size_t i = 0; i < HX_LEN(mixes); i++)
+        if (is_named(mixes[i].name, names)) {
+            *server = true;
+            n_named++;
+        }
+    for (const char *p = names; p != NULL && (p = strchr(p, ',')) != NULL; p++)
+        n++;
+    return names == NULL || n_named == n;
 }
 
 /* Returns how many requests failed. */
@@ -799,13 +824,22 @@ int bench_serve(const hx_cli *c, bench_report *out)
     const bool remote = strncmp(c->model, "http://", 7) == 0;
     bench b = { .seed = c->has_seed ? (uint64_t)c->seed : 1, .out = out };
     hx_cli more = *c;
+    const bool turns = !remote && is_named("follow", c->mixes),
+               newcomer = !remote && is_named("newcomer", c->mixes);
+    bool server;
     int rc, failed = 0;
 
-    if (!remote && is_named("follow", c->mixes) && (rc = bench_follow(c, out)) != 0)
+    if (!know_all(c->mixes, &server)) {
+        fprintf(stderr,
+                "hoist: bench serve: --mixes is \"%s\", expected names of `hoist bench "
+                "--help`, each once, with commas between\n",
+                c->mixes);
+        return 2;
+    }
+    if ((turns || newcomer) && (rc = bench_follow(c, turns, newcomer, out)) != 0)
         return rc;
-    if (c->mixes != NULL && strcmp(c->mixes, "follow") == 0)
+    if (!server)
         return 0;
-
     if (c->api_keys.n > 0)
         snprintf(b.key, sizeof b.key, "%s", c->api_keys.p[0]);
     if (more.streams == 0)

@@ -234,7 +234,8 @@ static const option options[] = {
     { "--json", "FILE", "write the figures there too", OPT_STR, AT(json), 0, BENCH, 0,
       0 },
     { "--mixes", "LIST",
-      "of bench serve: follow, agents, shared, beside, cancels, slow, crowd (all)",
+      "of bench serve: follow, newcomer, agents, shared, beside, cancels, slow, crowd "
+      "(all)",
       OPT_STR, AT(mixes), 0, BENCH, 0, 0 },
     { "--bits", "K", "average bits per weight, 1 to 8, also fractions", OPT_NUM, AT(bits),
       0, QUANTIZE, 1, 8 },
