@@ -42,12 +42,13 @@ void bench_figure(bench_report *r, const char *name, const char *unit, const dou
         lo = HX_MIN(lo, v[i]);
         hi = HX_MAX(hi, v[i]);
     }
-    if (!r->quiet)
+    if (!r->quiet) {
         printf("%-44s %12.4g %s", name, mid, unit);
-    if (!r->quiet && n > 1)
-        printf("  (%.4g to %.4g, %d runs)", lo, hi, n);
-    if (!r->quiet)
+        if (n > 1)
+            printf("  (%.4g to %.4g, %d runs)", lo, hi, n);
         putchar('\n');
+        fflush(stdout); /* figures come minutes apart, often into a pipe */
+    }
     hx_sb_str(&r->figures, r->figures.n == 0 ? "\n" : ",\n");
     hx_json_put_str(&r->figures, hx_str_c(name));
     hx_sb_printf(

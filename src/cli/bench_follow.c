@@ -175,13 +175,24 @@ typedef struct {
     int64_t *at, n, cap;
 } series;
 
-static void take(series *x)
+static int take(series *x, hx_err *err)
 {
     hx_event ev;
 
-    while (x->n < x->cap && hx_next(x->s, &ev, 0) == 1 && ev.kind == HX_EV_TOKENS)
-        for (int32_t i = 0; i < ev.n_tokens && x->n < x->cap; i++)
+    while (x->n < x->cap && hx_next(x->s, &ev, 0) == 1) {
+        for (int32_t i = 0; ev.kind == HX_EV_TOKENS && i < ev.n_tokens && x->n < x->cap;
+             i++)
             x->at[x->n++] = hx_now_us();
+        if (ev.kind == HX_EV_ERROR) {
+            *err = ev.err;
+            return ev.err.code;
+        }
+        if (ev.kind == HX_EV_DONE && x->n < x->cap)
+            return hx_fail(err, HX_EARG,
+                           "bench: a stream ended after %lld tokens, expected %lld",
+                           (long long)x->n, (long long)x->cap);
+    }
+    return 0;
 }
 
 static int by_value(const void *a, const void *b)
@@ -231,16 +242,16 @@ static int run_streams(talk *t, series *x, int64_t n_long, int64_t *from_us, int
     while (rc == 0 && late.n == 0) {
         bool all = true;
 
-        for (int k = 0; k < BESIDE; k++) {
-            take(&x[k]);
+        for (int k = 0; k < BESIDE && rc == 0; k++) {
+            rc = take(&x[k], err);
             all = all && x[k].n > 0;
         }
-        if (late.s != NULL) {
-            take(&late);
-        } else if (start == 0 && all) {
+        if (rc == 0 && late.s != NULL) {
+            rc = take(&late, err);
+        } else if (rc == 0 && start == 0 && all) {
             start = hx_now_us();
             hx_get_experts(t->e, &x3[0]);
-        } else if (start > 0 && hx_now_us() - start > BEFORE_US) {
+        } else if (rc == 0 && start > 0 && hx_now_us() - start > BEFORE_US) {
             hx_get_experts(t->e, &x3[1]);
             *from_us = hx_now_us();
             rc = submit(t, t->id, n_long, 1, &late.s, err);
@@ -280,6 +291,7 @@ static int run_beside(talk *t, uint64_t seed, int64_t n_long, hx_err *err)
     if (rc != 0)
         rc = hx_fail(err, rc, "bench: no memory");
     else if ((rc = send(t, &alone, err)) == 0) {
+        bench_one(t->out, "newcomer: first token alone", "ms", alone.ms);
         bench_random_ids(&t->info, seed + 501, t->id, n_long);
         rc = run_streams(t, x, n_long, &from, &us, x3, err);
     }
@@ -293,7 +305,6 @@ static int run_beside(talk *t, uint64_t seed, int64_t n_long, hx_err *err)
                   100 * (double)n * 1e6 / (double)us / HX_MAX(before, 1e-9));
         bench_one(t->out, "newcomer: gap p50", "ms", gap[n / 2]);
         bench_one(t->out, "newcomer: gap p99 / p50", "x", gap[n * 99 / 100] / gap[n / 2]);
-        bench_one(t->out, "newcomer: first token alone", "ms", alone.ms);
         bench_one(t->out, "newcomer: first token beside / alone", "x",
                   (double)us / 1e3 / alone.ms);
         if (x3[2].n_slot < x3[2].n_expert) {

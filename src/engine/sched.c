@@ -941,9 +941,11 @@ static int chunk_step(hx_engine *e, bool share, hx_err *err)
                measure = share || e->next_turn % 8 == 0 ||
                          e->costs.layer[l * e->costs.n_block + blocks - 1] == 0;
     int32_t any;
-    int rc;
+    int rc = 0;
 
-    if ((rc = hx_graph_layers(e->prefill, l, l + 1, err)) != 0 ||
+    if (e->model->store != NULL)
+        rc = hx_store_stage(e->model->store, err);
+    if (rc != 0 || (rc = hx_graph_layers(e->prefill, l, l + 1, err)) != 0 ||
         (!host && (measure || l + 1 == e->model->desc.n_layer) &&
          (rc = hx_dev_get(e->dev, &any, e->out_id, sizeof any, err)) != 0))
         return rc;

@@ -12,6 +12,7 @@
 /* Where a whole layer's experts go. */
 struct hx_stage {
     int64_t layer; /* whose; -1: nobody's */
+    int64_t begun; /* experts before this one are there or on their way */
     uint64_t ticket;
     hx_buf at;     /* hx_lease [E] on the device */
     hx_lease *row; /* [E] the same, locked host memory */
@@ -105,6 +106,7 @@ int hx_lend_end(hx_store *s, hx_err *err)
     if (l == NULL || (hx_lend_is_on(s) && l->keep))
         return 0;
     if (hx_lend_is_on(s)) {
+        l->stage[0].layer = l->stage[1].layer = -1;
         s->clock.n_slot = s->n_all_slot;
         if ((rc = hx_dev_hold_push(s->dev, err)) != 0)
             return rc;
@@ -123,25 +125,21 @@ int hx_lend_end(hx_store *s, hx_err *err)
 
 /* ---- a layer's experts ----------------------------------------------------------------- */
 
-/* Starts bringing a layer's experts to a half. Runs of neighbours go as one push. */
-static int stage_layer(hx_store *s, struct hx_stage *h, int64_t layer, hx_err *err)
+/* Starts bringing a layer's experts to a half: those before end that are not on their way
+ * yet. Runs of neighbours go as one push. */
+static int stage_experts(hx_store *s, struct hx_stage *h, int64_t end, hx_err *err)
 {
-    const int64_t item0 = layer * s->n_expert;
-    int64_t run = 0; /* experts before e that wait to go together */
+    const int64_t item0 = h->layer * s->n_expert;
+    int64_t run = 0; /* experts before h->begun that wait to go together */
     int rc;
 
-    if ((rc = hx_dev_hold_push(s->dev, err)) != 0)
-        return rc;
-    while (h->ticket != 0 && !hx_dev_pushed(s->dev, h->ticket))
-        sched_yield(); /* its table is still being read */
-    h->layer = layer;
-    for (int64_t e = 0; e <= s->n_expert; e++) {
-        const bool end = e == s->n_expert;
-        const int32_t slot = end ? 0 : s->clock.slot[item0 + e];
-        const uint8_t *home = end ? NULL : s->home[item0 + e];
+    for (; h->begun <= end; h->begun++) {
+        const int64_t e = h->begun;
+        const int32_t slot = e == end ? 0 : s->clock.slot[item0 + e];
+        const uint8_t *home = e == end ? NULL : s->home[item0 + e];
 
         if (run > 0 &&
-            (end || slot >= 0 || home != s->home[item0 + e - 1] + s->record_bytes)) {
+            (e == end || slot >= 0 || home != s->home[item0 + e - 1] + s->record_bytes)) {
             const hx_buf to = hx_store_slot(s, h->slot0 + (int32_t)(e - run));
             const size_t bytes = (size_t)run * s->record_bytes;
 
@@ -150,15 +148,48 @@ static int stage_layer(hx_store *s, struct hx_stage *h, int64_t layer, hx_err *e
                 return rc;
             run = 0;
         }
-        if (end)
+        if (e == end)
             break;
         h->row[e] =
             hx_store_lease(s, item0 + e, slot >= 0 ? slot : h->slot0 + (int32_t)e);
         run += slot < 0;
     }
+    if (end < s->n_expert)
+        return 0;
     if ((rc = hx_dev_push(s->dev, h->at, h->row, h->at.n, err)) != 0)
         return rc;
     return hx_dev_push_mark(s->dev, &h->ticket, err);
+}
+
+static int stage_rest(hx_store *s, struct hx_stage *h, hx_err *err)
+{
+    return h->layer < 0 || h->begun == s->n_expert
+               ? 0
+               : stage_experts(s, h, s->n_expert, err);
+}
+
+/* A layer gets a half, after all operations so far. */
+static int stage_layer(hx_store *s, struct hx_stage *h, int64_t layer, int64_t end,
+                       hx_err *err)
+{
+    const int rc = hx_dev_hold_push(s->dev, err);
+
+    if (rc != 0)
+        return rc;
+    while (h->ticket != 0 && !hx_dev_pushed(s->dev, h->ticket))
+        sched_yield(); /* its table is still being read */
+    h->layer = layer;
+    h->begun = 0;
+    return stage_experts(s, h, end, err);
+}
+
+int hx_store_stage(hx_store *s, hx_err *err)
+{
+    int rc = 0;
+
+    for (int i = 0; rc == 0 && s->lend != NULL && i < 2; i++)
+        rc = stage_rest(s, &s->lend->stage[i], err);
+    return rc;
 }
 
 int hx_store_lend(hx_store *s, uint64_t bytes, hx_buf *out, hx_err *err)
@@ -175,7 +206,8 @@ int hx_store_lend(hx_store *s, uint64_t bytes, hx_buf *out, hx_err *err)
     s->lend->keep = true;
     if ((rc = lend_from(s, first, err)) != 0 || h[1].layer == layer || h->layer == layer)
         return rc;
-    return stage_layer(s, h, layer, err); /* layers before it run meanwhile */
+    /* Layers before it run meanwhile. */
+    return stage_layer(s, h, layer, s->n_expert, err);
 }
 
 int hx_store_prefill(hx_store *s, int64_t layer, int64_t rows, hx_moe_args *moe,
@@ -194,9 +226,10 @@ int hx_store_prefill(hx_store *s, int64_t layer, int64_t rows, hx_moe_args *moe,
         return rc;
     h += h[1].layer == layer;
     other = &s->lend->stage[h == s->lend->stage];
-    if ((h->layer != layer && (rc = stage_layer(s, h, layer, err)) != 0) ||
+    if ((h->layer != layer && (rc = stage_layer(s, h, layer, 0, err)) != 0) ||
+        (rc = stage_rest(s, h, err)) != 0 ||
         (next >= 0 && other->layer != next &&
-         (rc = stage_layer(s, other, next, err)) != 0))
+         (rc = stage_layer(s, other, next, s->n_expert / 2, err)) != 0))
         return rc;
     moe->at = h->at;
     return hx_dev_await_push(s->dev, h->ticket, err);

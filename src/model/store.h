@@ -117,6 +117,9 @@ void hx_store_keep_lent(hx_store *s, bool keep);
  * layer's experts brought to device memory one layer ahead. Fills moe->at. */
 int hx_store_prefill(hx_store *s, int64_t layer, int64_t rows, hx_moe_args *moe,
                      hx_err *err);
+/* Half of a layer is brought while the layer before computes, the rest from this call on:
+ * before the layer, and after the decode steps between the two, which need the link. */
+int hx_store_stage(hx_store *s, hx_err *err);
 
 /* ---- what store.c and lend.c share ------------------------------------------------------ */
 
