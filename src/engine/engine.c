@@ -434,10 +434,11 @@ static int open_rest(hx_engine *e, const hx_options *opt, hx_err *err)
     e->row = hx_new(hx_sample_row, n);
     e->span = hx_new(hx_span, n);
     e->id = hx_new(int32_t, n);
+    e->draw = hx_new(uint64_t, n);
     e->score_logit = hx_new(float, HX_SCORE_ROWS *(int64_t)e->info.n_vocab);
     e->score_hidden = hx_new(float, HX_SCORE_ROWS * e->model->desc.width);
     if (!e->wait || !e->prompt || !e->costs.layer || !e->run || !e->row || !e->span ||
-        !e->id || !e->score_logit || !e->score_hidden)
+        !e->draw || !e->id || !e->score_logit || !e->score_hidden)
         return hx_fail(err, HX_ENOMEM, "engine: no memory for its tables");
     if ((rc = hx_reuse_open(e, opt, err)) != 0 || (rc = hx_health_open(e, opt, err)) != 0)
         return rc;
@@ -531,6 +532,7 @@ void hx_close(hx_engine *e)
     hx_free(e->run);
     hx_free(e->row);
     hx_free(e->span);
+    hx_free(e->draw);
     hx_free(e->id);
     hx_free(e->score_logit);
     hx_free(e->score_hidden);
