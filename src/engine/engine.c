@@ -256,7 +256,6 @@ static int place_experts(hx_engine *e, const hx_options *opt, hx_err *err)
         .slot_bytes = opt->vram_bytes,
         .ram_bytes = opt->ram_bytes != 0 ? opt->ram_bytes : hx_sys_mem_bytes(),
         .max_rows = e->info.max_streams,
-        .fetch = opt->ahead,
         .isa = hx_dev_is_host(e->dev) ? opt->cpu_isa : NULL,
         .cpus = opt->cpus,
         .n_threads = opt->n_threads,
@@ -364,7 +363,7 @@ static int open_device(hx_engine *e, const hx_options *opt, hx_err *err)
         (rc = hx_dev_alloc(e->dev, &e->out_top,
                            (size_t)n * HX_TOP_MAX * sizeof(hx_choice), err)) != 0)
         return rc;
-    e->run_ahead = opt->ahead && !hx_dev_is_host(e->dev);
+    e->run_ahead = !hx_dev_is_host(e->dev);
     e->info.cache_bytes = e->cache->bytes;
     e->info.token_bytes = e->cache->page_bytes / HX_PAGE;
     e->info.device = e->dev->text;
