@@ -112,7 +112,7 @@ static hx_engine *open_with(const hx_options *opt)
         o.n_threads = 2;
     if (hx_open(&e, &o, &err) != 0)
         fail_msg("%s", err.msg);
-    if (opt->ahead) /* as where the device works on its own */
+    if (opt->vram_bytes != 0) /* as where the device works on its own */
         e->run_ahead = true;
     return e;
 }
@@ -155,7 +155,7 @@ static void try_way(const way *w, const answer want[2 * N_STREAM])
     assert_true(x.steps >= 3 * (N_NEW - 1) + N_NEW - 1);
     assert_true(x.here + x.link + x.lane + x.ahead <= x.picks);
     assert_true(x.ahead <= x.predicted_right && x.predicted_right <= x.predicted);
-    assert_true((x.predicted > 0) == w->opt.ahead);
+    assert_true((x.predicted > 0) == (x.n_slot >= 3 * HX_AHEAD_SLOTS));
     assert_true((x.ahead > 0) == (x.predicted > 0));
     assert_true(!given || w->only == HX_SIDE_LINK || x.lane > 0);
     assert_true(!given || w->only == HX_SIDE_LANE || x.link > 0);
@@ -203,11 +203,11 @@ static void test_tiers(void **state)
         { "most slots, all on the lane",
           { .vram_bytes = 1000000, .expert_us = { 1, 1e6f, 1, 0, 0 } },
           HX_SIDE_LANE },
-        { "most slots, shared out, fetches",
-          { .vram_bytes = 1000000, .expert_us = { 1, 10, 12, 4, 5 }, .ahead = true },
+        { "most slots, shared out",
+          { .vram_bytes = 1000000, .expert_us = { 1, 10, 12, 4, 5 } },
           HX_SIDE_HERE },
-        { "most slots, no lane, fetches",
-          { .vram_bytes = 1000000, .mode = "gpu-only", .ahead = true },
+        { "most slots, gpu-only",
+          { .vram_bytes = 1000000, .mode = "gpu-only" },
           HX_SIDE_LINK },
         { "scalar, lane too",
           { .vram_bytes = 400000, .cpu_isa = "scalar", .expert_us = { 1, 10, 10, 1, 0 } },
@@ -225,12 +225,9 @@ static void test_large(void **state)
     enum { VRAM = 600 << 20 };
     static const way ways[] = {
         { "measured", { .vram_bytes = VRAM }, HX_SIDE_HERE },
-        { "measured, fetches", { .vram_bytes = VRAM, .ahead = true }, HX_SIDE_HERE },
-        { "gpu-only, fetches",
-          { .vram_bytes = VRAM, .mode = "gpu-only", .ahead = true },
-          HX_SIDE_LINK },
-        { "all on the lane, fetches",
-          { .vram_bytes = VRAM, .expert_us = { 1, 1e6f, 1, 0, 0 }, .ahead = true },
+        { "gpu-only", { .vram_bytes = VRAM, .mode = "gpu-only" }, HX_SIDE_LINK },
+        { "all on the lane",
+          { .vram_bytes = VRAM, .expert_us = { 1, 1e6f, 1, 0, 0 } },
           HX_SIDE_LANE },
     };
 
