@@ -4,16 +4,15 @@
 #include "dev/cuda.h"
 #include "dev/cuda_dev.h"
 #include "dev/cuda_lane.h"
-#include "dev/cuda_plain.h"
 #include "dev/cuda_tensor.h"
 #include "dev/plan.h"
 
 enum {
     THREADS = 512,
-    FETCH_BLOCKS = 6, /* of FETCH_THREADS, each with two pieces on their way: enough for
-                       * the link, and few multiprocessors that others must share */
-    FETCH_THREADS = 256,
-    FETCH_WAYS = 2,
+    FETCH_BLOCKS =
+        8, /* few multiprocessors that others must share, enough for the link */
+    FETCH_THREADS = 128,
+    FETCH_WAYS = 4, /* pieces of a block on their way */
     FETCH_LOADS = HX_AHEAD_PIECE / 16 / FETCH_THREADS
 };
 
@@ -260,21 +259,111 @@ static __device__ fetch_at wanted_from(fetch_at at, int n, uint32_t pieces, uint
     return at;
 }
 
+static __device__ uint32_t piece_bytes(const fetch_args &a, fetch_at at)
+{
+    return (uint32_t)HX_MIN(a.record - (size_t)at.piece * HX_AHEAD_PIECE, HX_AHEAD_PIECE);
+}
+
+static __device__ char *piece_of(const fetch_args &a, fetch_at at)
+{
+    return a.slots + (size_t)at.k * a.record + (size_t)at.piece * HX_AHEAD_PIECE;
+}
+
+/* The block's pieces of the n records, all threads. */
+static __device__ void bring_pieces(const fetch_args &a, const char *const *record, int n)
+{
+    const uint32_t pieces = hx_plan_pieces(a.record);
+    volatile uint32_t *stop = &a.list->stop;
+    fetch_at at = { 0, blockIdx.x };
+
+#if HX_BULK
+    /* One thread: through shared memory, by bulk copies. Loads into registers reach 42
+     * GB/s, these 51 (H200). */
+    extern __shared__ __align__(128) char ring[];
+    __shared__ uint64_t bar[FETCH_WAYS];
+    __shared__ fetch_at way[FETCH_WAYS];
+    uint32_t begun = 0, put = 0, there, told = 0; /* pieces so far */
+
+    if (threadIdx.x != 0)
+        return;
+    for (int w = 0; w < FETCH_WAYS; w++)
+        hx_bar_init(hx_shared_of(&bar[w]), 1);
+    hx_bar_init_done();
+    for (;;) {
+        for (; begun - told < FETCH_WAYS; begun++, at.piece += FETCH_BLOCKS) {
+            const int w = begun % FETCH_WAYS;
+            const uint32_t b = hx_shared_of(&bar[w]);
+
+            at = wanted_from(at, n, pieces, *stop);
+            if (at.k >= n)
+                break;
+            hx_bar_expect(b, piece_bytes(a, at));
+            hx_bulk_copy(hx_shared_of(ring) + w * HX_AHEAD_PIECE,
+                         record[at.k] + (size_t)at.piece * HX_AHEAD_PIECE,
+                         piece_bytes(a, at), b);
+            way[w] = at;
+        }
+        if (put < begun) {
+            const int w = put % FETCH_WAYS;
+
+            hx_bar_wait(hx_shared_of(&bar[w]), put / FETCH_WAYS % 2);
+            hx_bulk_put(piece_of(a, way[w]), hx_shared_of(ring) + w * HX_AHEAD_PIECE,
+                        piece_bytes(a, way[w]));
+            there = put++;
+            hx_bulk_put_wait<1>();
+        } else {
+            there = put;
+            hx_bulk_put_wait<0>();
+        }
+        if (told < there)
+            __threadfence();
+        for (; told < there; told++)
+            atomicAdd(&a.list->part[way[told % FETCH_WAYS].k], 1u);
+        if (at.k >= n && told == begun)
+            return;
+    }
+#else
+    __shared__ uint32_t seen;
+
+    for (;; at.piece += FETCH_BLOCKS) {
+        if (threadIdx.x == 0)
+            seen = *stop;
+        __syncthreads();
+        at = wanted_from(at, n, pieces, seen);
+        if (at.k >= n)
+            return;
+        const uint4 *from =
+            (const uint4 *)(record[at.k] + (size_t)at.piece * HX_AHEAD_PIECE);
+        uint4 *to = (uint4 *)piece_of(a, at), v[FETCH_LOADS];
+        const int words = (int)piece_bytes(a, at) / 16, first = (int)threadIdx.x;
+
+#pragma unroll
+        for (int i = 0; i < FETCH_LOADS; i++)
+            if (first + i * FETCH_THREADS < words)
+                v[i] = __ldcs(from + first + i * FETCH_THREADS);
+#pragma unroll
+        for (int i = 0; i < FETCH_LOADS; i++)
+            if (first + i * FETCH_THREADS < words)
+                to[first + i * FETCH_THREADS] = v[i];
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            __threadfence();
+            atomicAdd(&a.list->part[at.k], 1u);
+        }
+    }
+#endif
+}
+
 /* Piece by piece, block by block, the records of the list; before each a look whether the
- * layer's plan has come. They come through shared memory, the next while the last one is
- * written: loads into registers reach 42 GB/s, copies 51 (H200). Moves record_bytes an item
- * over the link. Grid FETCH_BLOCKS, shared: FETCH_WAYS pieces. */
+ * layer's plan has come. Moves record_bytes an item over the link. Grid FETCH_BLOCKS, shared:
+ * FETCH_WAYS pieces. */
 __global__ void __launch_bounds__(FETCH_THREADS)
     fetch_records(const __grid_constant__ fetch_args a)
 {
-    extern __shared__ __align__(128) char pieces_at[];
     __shared__ int32_t pick[HX_PLAN_MAX_PICK];
     __shared__ const char *record[HX_AHEAD_SLOTS];
     __shared__ int n;
-    __shared__ uint32_t stop;
     const int picks = a.rows * a.active;
-    const uint32_t pieces = hx_plan_pieces(a.record);
-    fetch_at on_way[FETCH_WAYS], next = { 0, blockIdx.x };
 
     for (int i = threadIdx.x; i < picks && blockIdx.x == 0; i += FETCH_THREADS)
         pick[i] = hx_plan_predicted(a.id, a.resident, a.at, a.rows, a.active, i);
@@ -290,52 +379,7 @@ __global__ void __launch_bounds__(FETCH_THREADS)
             record[k] = (const char *)*(const void *volatile *)&a.list->from[k];
     }
     __syncthreads();
-    for (int way = 0; way < FETCH_WAYS; way++)
-        on_way[way].k = n;
-    for (int way = 0;; way = (way + 1) % FETCH_WAYS) {
-        /* each thread takes what it has brought itself: nobody waits for others */
-        const fetch_at come = on_way[way];
-        uint4 *v = (uint4 *)(pieces_at + way * HX_AHEAD_PIECE) + threadIdx.x;
-
-        if (threadIdx.x == 0)
-            stop = *(volatile uint32_t *)&a.list->stop;
-        hx_copy_wait_older<FETCH_WAYS - 1>();
-        if (come.k < n) {
-            const size_t at = (size_t)come.piece * HX_AHEAD_PIECE;
-            uint4 *to = (uint4 *)(a.slots + (size_t)come.k * a.record + at);
-            const int words = (int)(HX_MIN(a.record - at, HX_AHEAD_PIECE) / 16);
-
-#pragma unroll
-            for (int i = 0; i < FETCH_LOADS; i++)
-                if ((int)threadIdx.x + i * FETCH_THREADS < words)
-                    to[threadIdx.x + i * FETCH_THREADS] = v[i * FETCH_THREADS];
-        }
-        __syncthreads();
-        if (come.k < n && threadIdx.x == 0) {
-            __threadfence();
-            atomicAdd(&a.list->part[come.k], 1u);
-        }
-        next = wanted_from(next, n, pieces, stop);
-        on_way[way] = next;
-        if (next.k < n) {
-            const size_t at = (size_t)next.piece * HX_AHEAD_PIECE;
-            const uint4 *from = (const uint4 *)(record[next.k] + at) + threadIdx.x;
-            const int words = (int)(HX_MIN(a.record - at, HX_AHEAD_PIECE) / 16);
-
-#pragma unroll
-            for (int i = 0; i < FETCH_LOADS; i++)
-                if ((int)threadIdx.x + i * FETCH_THREADS < words)
-                    hx_copy16(v + i * FETCH_THREADS, from + i * FETCH_THREADS, true);
-            next.piece += FETCH_BLOCKS;
-        }
-        hx_copy_commit();
-        bool idle = true;
-        for (int w = 0; w < FETCH_WAYS; w++)
-            idle = idle && on_way[w].k >= n;
-        if (idle)
-            break;
-        __syncthreads(); /* stop has been read */
-    }
+    bring_pieces(a, record, n);
 }
 
 static int link_fetch(hx_dev *d, const hx_fetch_args *a, hx_err *err)
