@@ -174,8 +174,12 @@ SOAK_SECONDS ?= 3600
 soak: all
 	@tests/suite_serving.sh $(BUILD) $(SOAK_SECONDS)
 
+# Kernels by themselves; then where experts lie and run, through the engine.
 test-gpu:
 	@tests/gpu.sh
+	@$(MAKE) --no-print-directory CUDA=1 $(BUILD)/test/store_test $(BUILD)/test/lend_test
+	$(BUILD)/test/store_test --gpu
+	$(BUILD)/test/lend_test --gpu
 
 check:
 	@tools/check.sh

@@ -83,8 +83,6 @@ typedef struct {
 
     /* a GPU beside host memory */
     const char *mode; /* NULL or "auto": every lane; "gpu-only": no expert on the CPU */
-    bool ahead; /* decode steps begin before the last one's tokens are read, and experts
-                 * come before they are picked; off: not proven on a GPU yet */
     uint64_t vram_bytes; /* GPU memory to use; 0: what is free. On the device cpu: an
                           * arena that stands for it, to see what a GPU would do */
     uint64_t ram_bytes;  /* host memory that experts may take; 0: what this process may */
@@ -397,6 +395,11 @@ typedef struct {
     uint64_t fetch_bytes, vain_bytes;   /* of fetches when their layer picked; no use */
     int64_t jobs, awaited, post_us; /* posted to the CPU; answers the GPU waited for, and
                                      * how long after posting less the CPU's own time */
+    int64_t busy_us; /* of layers with posts, from picks to answers */
+    /* Ceilings, measured at open: host memory while GPU and CPUs read it, the GPU's when it
+     * copies (both ways count); 0: not measured. */
+    double host_gbs, copy_gbs;
+    uint64_t rest_bytes; /* that every step reads in GPU memory beside experts */
 } hx_experts;
 
 void hx_get_experts(hx_engine *e, hx_experts *out);

@@ -13,7 +13,13 @@ void bench_lanes(bench_report *out, const char *what, const hx_experts *a,
                  ahead = (double)(b->ahead - a->ahead) / steps,
                  missing = link + lane + ahead,
                  named = (double)(b->predicted - a->predicted),
-                 rate = 1 / b->us[1] + (b->us[2] > 0 ? 1 / b->us[2] : 0);
+                 rate = 1 / b->us[1] + (b->us[2] > 0 ? 1 / b->us[2] : 0),
+                 step = seconds / steps * 1e3,
+                 lanes_ms = missing / rate / 1e3, /* the best split: both end at once */
+        host_ms = b->host_gbs > 0 ? missing * mb / b->host_gbs : 0,
+                 gpu_mb = (double)b->rest_bytes / 1e6 + here * mb,
+                 gpu_ms = b->copy_gbs > 0 ? gpu_mb / b->copy_gbs : 0,
+                 bound = HX_MAX(lanes_ms, host_ms) + gpu_ms;
     const struct {
         const char *name;
         double v;
@@ -43,6 +49,8 @@ void bench_lanes(bench_report *out, const char *what, const hx_experts *a,
         { "evicted", (double)(b->evicted - a->evicted) / steps, "a step" },
         { "GPU waits for the CPU", (double)(b->wait_us - a->wait_us) / steps / 1e3,
           "ms a step" },
+        { "from picks to answers of the CPU",
+          (double)(b->busy_us - a->busy_us) / steps / 1e3, "ms a step" },
         { "CPU on experts", (double)(b->lane_us - a->lane_us) / steps / 1e3,
           "ms a step" },
         { "jobs of the CPU", (double)(b->jobs - a->jobs) / steps, "a step" },
@@ -53,8 +61,14 @@ void bench_lanes(bench_report *out, const char *what, const hx_experts *a,
         { "bytes over the link", link * mb, "MB a step" },
         { "bytes on the CPU", lane * mb, "MB a step" },
         { "link, over the whole step", link * mb * steps / seconds / 1e3, "GB/s" },
-        { "step", seconds / steps * 1e3, "ms" },
-        { "step, bound of its misses", missing / rate / 1e3, "ms" },
+        { "host memory, read by GPU and CPUs", b->host_gbs, "GB/s" },
+        { "GPU memory, copies", b->copy_gbs, "GB/s" },
+        { "step", step, "ms" },
+        { "bound: misses at the rates of link and CPU", lanes_ms, "ms" },
+        { "bound: misses at that of host memory", host_ms, "ms" },
+        { "bound: the rest at that of GPU memory", gpu_ms, "ms" },
+        { "bound: the longer of the misses', and the rest", bound, "ms" },
+        { "share of the bound", 100 * bound / step, "%" },
     };
     char name[96];
 

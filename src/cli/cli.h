@@ -38,7 +38,7 @@ typedef struct {
     const char *codebook, *calib;
     int64_t calib_rows, calib_cols;
     bool half_rates, resume;
-    bool has_temp, has_seed, raw, tensors, verify, official, write, help, decode, ahead;
+    bool has_temp, has_seed, raw, tensors, verify, official, write, help, decode;
 } hx_cli;
 
 /* An engine with loading progress on stderr, and to also where that is not NULL. Prints

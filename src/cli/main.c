@@ -168,9 +168,6 @@ static const option options[] = {
       OPT_SIZE, AT(ram), 0, ENGINE, 0, 0 },
     { "--mode", "auto|gpu-only", "with or without experts on the CPU beside a GPU (auto)",
       OPT_STR, AT(mode), 0, ENGINE, 0, 0 },
-    { "--ahead", NULL,
-      "begin decode steps and bring experts before they are asked for (off)", OPT_FLAG,
-      AT(ahead), 0, ENGINE, 0, 0 },
     { "--expert-us", "A,B,C,D,E",
       "costs of an expert instead of measured ones: in GPU memory, over the link, on the "
       "CPU, there each row more, the post to it",
@@ -629,7 +626,6 @@ int cli_open_engine(hx_engine **out, const hx_cli *c, hx_load_fn *also, void *ud
                        .max_queue = c->queue,
                        .cache_bytes = c->cache,
                        .mode = c->mode,
-                       .ahead = c->ahead,
                        .vram_bytes = c->vram,
                        .ram_bytes = c->ram,
                        .decode_share =

@@ -50,6 +50,7 @@ HX_DEVICE void hx_cuda_lane_wait(const hx_cuda_lane &l)
         }
         if (one) {
             sent->wait_ns += now - start;
+            sent->busy_ns += now - sent->begin_ns;
             hx_plan_learn(&sent->seen,
                           early ? (float)(now - sent->ns) / 1e3f : (float)(answer >> 32),
                           (float)(start - sent->ns) / 1e3f);

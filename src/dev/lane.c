@@ -275,6 +275,7 @@ void hx_lane_report(const hx_lane *l, hx_experts *out)
 
     out->wait_us = us_of(&t->wait_ns);
     out->post_us = us_of(&t->post_ns);
+    out->busy_us = us_of(&t->busy_ns);
     out->lane_us = atomic_load(&l->host->busy_us);
     out->jobs = load(&t->jobs);
     out->awaited = load(&t->awaited);
@@ -374,6 +375,7 @@ int hx_lane_plan(hx_dev *d, const hx_plan_args *a, hx_err *err)
     int32_t *here = a->here.p, *there = a->there.p, *log = a->log.p;
     uint8_t side[HX_PLAN_MAX_EXPERT];
     int32_t count[HX_PLAN_MAX_EXPERT] = { 0 };
+    const uint64_t begin = 1000 * (uint64_t)hx_now_us();
     const bool post = choose_sides(a, side, count);
 
     (void)d, (void)err;
@@ -387,6 +389,7 @@ int hx_lane_plan(hx_dev *d, const hx_plan_args *a, hx_err *err)
     if (a->lane == NULL)
         return 0;
     hx_lane_sent *sent = a->lane->sent.p;
+    sent->begin_ns = begin;
     sent->out = post;
     if (!post)
         return 0;
@@ -433,6 +436,7 @@ void hx_lane_take(const hx_combine_args *a)
         sent->awaited++;
         sent->post_ns += hx_lane_post_ns(now - sent->ns, answer);
     }
+    sent->busy_ns += now - sent->begin_ns;
     l->box->told = *sent;
     for (int64_t p = 0; p < a->rows * a->active; p++)
         if (there[p] >= 0)

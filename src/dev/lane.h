@@ -20,6 +20,7 @@ typedef struct {
     uint64_t ns;      /* when the last job was posted */
     uint64_t wait_ns; /* spent waiting for answers */
     uint64_t post_ns; /* from posting to seeing an awaited answer, less the lane's time */
+    uint64_t begin_ns, busy_ns; /* when the last plan began; from plans to answers */
     hx_plan_seen seen;
 } hx_lane_sent;
 

@@ -256,7 +256,6 @@ static int place_experts(hx_engine *e, const hx_options *opt, hx_err *err)
         .slot_bytes = opt->vram_bytes,
         .ram_bytes = opt->ram_bytes != 0 ? opt->ram_bytes : hx_sys_mem_bytes(),
         .max_rows = e->info.max_streams,
-        .fetch = opt->ahead,
         .isa = hx_dev_is_host(e->dev) ? opt->cpu_isa : NULL,
         .cpus = opt->cpus,
         .n_threads = opt->n_threads,
@@ -364,7 +363,7 @@ static int open_device(hx_engine *e, const hx_options *opt, hx_err *err)
         (rc = hx_dev_alloc(e->dev, &e->out_top,
                            (size_t)n * HX_TOP_MAX * sizeof(hx_choice), err)) != 0)
         return rc;
-    e->run_ahead = opt->ahead && !hx_dev_is_host(e->dev);
+    e->run_ahead = !hx_dev_is_host(e->dev);
     e->info.cache_bytes = e->cache->bytes;
     e->info.token_bytes = e->cache->page_bytes / HX_PAGE;
     e->info.device = e->dev->text;
@@ -434,10 +433,11 @@ static int open_rest(hx_engine *e, const hx_options *opt, hx_err *err)
     e->row = hx_new(hx_sample_row, n);
     e->span = hx_new(hx_span, n);
     e->id = hx_new(int32_t, n);
+    e->draw = hx_new(uint64_t, n);
     e->score_logit = hx_new(float, HX_SCORE_ROWS *(int64_t)e->info.n_vocab);
     e->score_hidden = hx_new(float, HX_SCORE_ROWS * e->model->desc.width);
     if (!e->wait || !e->prompt || !e->costs.layer || !e->run || !e->row || !e->span ||
-        !e->id || !e->score_logit || !e->score_hidden)
+        !e->draw || !e->id || !e->score_logit || !e->score_hidden)
         return hx_fail(err, HX_ENOMEM, "engine: no memory for its tables");
     if ((rc = hx_reuse_open(e, opt, err)) != 0 || (rc = hx_health_open(e, opt, err)) != 0)
         return rc;
@@ -531,6 +531,7 @@ void hx_close(hx_engine *e)
     hx_free(e->run);
     hx_free(e->row);
     hx_free(e->span);
+    hx_free(e->draw);
     hx_free(e->id);
     hx_free(e->score_logit);
     hx_free(e->score_hidden);

@@ -297,6 +297,7 @@ struct hx_engine {
     hx_sample_row *row; /* [max_streams] */
     hx_span *span;      /* [max_streams] */
     int32_t *id;        /* [max_streams] */
+    uint64_t *draw;     /* [max_streams] as in hx_batch */
     hx_buf out_id, out_logprob, out_top, out_scratch;
     hx_flight flight[2]; /* decode steps that have been launched, oldest first */
     int32_t n_flight;

@@ -525,6 +525,8 @@ static void add_row(hx_engine *e, hx_flight *f, hx_stream *s, bool ahead)
                              .n_row = 1,
                              .pos0 = (int32_t)s->n_done + ahead,
                              .commit = ahead ? 1 : e->cache->slot[s->slot].pend };
+    e->draw[r] = hx_rng_at(s->req.seed, (uint64_t)s->token[0] << 32 |
+                                            (uint32_t)s->token[s->n_prompt - 1]);
 }
 
 /* The rows of the streams that gather() marked: first those whose next token is to be
@@ -633,7 +635,8 @@ static bool launch(hx_engine *e, bool ahead)
     const hx_batch batch = { .phase = HX_PHASE_DECODE,
                              .id = e->id,
                              .ids = ahead ? e->out_id : (hx_buf) { 0 },
-                             .rows = { .span = e->span, .n_span = f->n, .n_row = f->n } };
+                             .rows = { .span = e->span, .n_span = f->n, .n_row = f->n },
+                             .draw = e->draw };
 
     f->rc = start_decode(e, &batch, &f->err);
     if (f->rc == 0 && f->n_new > 0)

@@ -8,7 +8,7 @@
 
 /* What a decode step may change: newcomers once all slots are taken, for a push takes link
  * time from the experts that are read in place; and experts looked at for it. */
-#define HX_CLOCK_MOVES 4
+#define HX_CLOCK_MOVES 16
 #define HX_CLOCK_LOOKS 64
 
 typedef struct {

@@ -253,16 +253,15 @@ static void draw_picks(const float *share, int64_t n_expert, int32_t *pick, int6
     }
 }
 
-/* Picks of a synthetic model's decode rows, each row's by itself, from its slot and
- * position; and what the router of the layer before would make of them: each is right with
- * a chance of SYNTH_RECALL, else one that is not picked, drawn like the picks. */
-static void draw_row(hx_graph *g, int64_t l, const hx_span *s, int32_t r, int32_t *pick,
+/* Picks of a synthetic model's decode row at a position; and what the router of the layer
+ * before would make of them: each is right with a chance of SYNTH_RECALL, else one that is
+ * not picked, drawn like the picks. */
+static void draw_row(hx_graph *g, int64_t l, uint64_t draw, int32_t pos, int32_t *pick,
                      int32_t *predicted)
 {
     const hx_desc *d = &g->model->desc;
     const int64_t a = d->n_active, n = HX_MIN(2 * a, d->n_expert);
-    const uint64_t seed = (uint64_t)(l * 1000 + s->slot), at = (uint64_t)(s->pos0 + r)
-                                                               << 16;
+    const uint64_t seed = hx_rng_at(draw, (uint64_t)l), at = (uint64_t)pos << 16;
     int32_t drawn[2 * DRAW_MAX];
 
     draw_picks(g->model->share + l * d->n_expert, d->n_expert, drawn, n, seed, at);
@@ -287,7 +286,8 @@ static int draw_all(hx_graph *g, const hx_batch *b, hx_err *err)
             for (int32_t r = 0; r < s->n_row; r++) {
                 const int64_t at = (l * rows + s->row0 + r) * a;
 
-                draw_row(g, l, s, r, g->draw + at, g->draw + d->n_layer * rows * a + at);
+                draw_row(g, l, b->draw != NULL ? b->draw[i] : 0, s->pos0 + r,
+                         g->draw + at, g->draw + d->n_layer * rows * a + at);
             }
         }
     g->call[MOE].drawn = g->drawn;

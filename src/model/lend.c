@@ -22,10 +22,13 @@ struct hx_stage {
 
 struct hx_lend {
     struct hx_stage stage[2];
-    int32_t *was; /* [n_all_slot] who lived there and shall come back; -1: nobody */
-    int32_t n_was;
+    hx_buf told; /* i32 [n_layer, TOLD_ROWS, A] locked host memory: picks of a prompt */
+    int64_t *n_told; /* [n_layer] how many */
+    int32_t next;    /* slots from here on may have nobody yet */
     bool keep;
 };
+
+#define TOLD_ROWS 256 /* the last of a call */
 
 static int64_t next_moe(const hx_store *s, int64_t layer)
 {
@@ -63,11 +66,7 @@ static int lend_from(hx_store *s, int32_t first, hx_err *err)
         const int32_t item = s->clock.tenant[i];
 
         hx_clock_clear(&s->clock, i);
-        if (item < 0)
-            continue;
-        l->n_was += l->was[i] < 0;
-        l->was[i] = item;
-        if ((rc = hx_store_announce(s, item, -1, err)) != 0)
+        if (item >= 0 && (rc = hx_store_announce(s, item, -1, err)) != 0)
             return rc;
     }
     s->clock.n_slot = first;
@@ -85,15 +84,43 @@ void hx_store_keep_lent(hx_store *s, bool keep)
         s->lend->keep = keep;
 }
 
-/* Who of those that had to leave comes back next: the one picked most. -1: nobody. */
-static int32_t next_back(const hx_store *s)
+/* The last rows' picks of a call go to the host. */
+static int tell_picks(hx_store *s, int64_t layer, const hx_moe_args *moe, hx_err *err)
 {
-    const struct hx_lend *l = s->lend;
-    int32_t best = -1;
+    struct hx_lend *l = s->lend;
+    const int64_t n = HX_MIN(moe->rows, TOLD_ROWS) * s->n_active,
+                  first = moe->rows * s->n_active - n;
+    const size_t row = TOLD_ROWS * (size_t)s->n_active * sizeof(int32_t);
 
-    for (int32_t i = 0; l->n_was > 0 && i < s->n_all_slot; i++)
-        if (l->was[i] >= 0 &&
-            (best < 0 || s->clock.heat[l->was[i]] > s->clock.heat[l->was[best]]))
+    l->n_told[layer] = n;
+    return hx_dev_bring(s->dev, (char *)l->told.p + (size_t)layer * row,
+                        hx_buf_at(moe->id, (size_t)first * sizeof(int32_t)),
+                        (size_t)n * sizeof(int32_t), err);
+}
+
+/* What the prompt picked counts for who lives in the slots that it gives back. */
+static void count_told(hx_store *s)
+{
+    struct hx_lend *l = s->lend;
+    const int32_t *id = l->told.p;
+
+    for (int64_t i = 0; i < s->n_layer; i++, id += TOLD_ROWS * s->n_active) {
+        for (int64_t p = 0; p < l->n_told[i]; p++)
+            if (id[p] >= 0 && id[p] < s->n_expert) /* they may just be coming */
+                hx_clock_touch(&s->clock, i * s->n_expert + id[p]);
+        l->n_told[i] = 0;
+    }
+}
+
+/* The expert picked most of those that have no slot; -1: all have one. */
+static int64_t hottest(const hx_store *s)
+{
+    const hx_clock *c = &s->clock;
+    int64_t best = -1;
+
+    for (int64_t i = 0; i < c->n_item; i++)
+        if (s->home[i] != NULL && c->slot[i] < 0 &&
+            (best < 0 || c->heat[i] > c->heat[best]))
             best = i;
     return best;
 }
@@ -101,25 +128,23 @@ static int32_t next_back(const hx_store *s)
 int hx_lend_end(hx_store *s, hx_err *err)
 {
     struct hx_lend *l = s->lend;
+    int64_t item;
     int rc;
 
     if (l == NULL || (hx_lend_is_on(s) && l->keep))
         return 0;
     if (hx_lend_is_on(s)) {
         l->stage[0].layer = l->stage[1].layer = -1;
+        l->next = s->clock.n_slot;
         s->clock.n_slot = s->n_all_slot;
+        count_told(s);
         if ((rc = hx_dev_hold_push(s->dev, err)) != 0)
             return rc;
     }
-    for (int32_t i; s->n_move < HX_MOVE_MAX && (i = next_back(s)) >= 0;) {
-        const int32_t item = l->was[i];
-
-        l->was[i] = -1;
-        l->n_was--;
-        if (s->clock.slot[item] < 0 && s->clock.tenant[i] < 0 &&
-            (rc = hx_store_move_in(s, item, i, err)) != 0)
+    for (; l->next < s->n_all_slot && s->n_move < HX_MOVE_MAX; l->next++)
+        if (s->clock.tenant[l->next] < 0 && (item = hottest(s)) >= 0 &&
+            (rc = hx_store_move_in(s, item, l->next, err)) != 0)
             return rc;
-    }
     return 0;
 }
 
@@ -229,7 +254,8 @@ int hx_store_prefill(hx_store *s, int64_t layer, int64_t rows, hx_moe_args *moe,
     if ((h->layer != layer && (rc = stage_layer(s, h, layer, 0, err)) != 0) ||
         (rc = stage_rest(s, h, err)) != 0 ||
         (next >= 0 && other->layer != next &&
-         (rc = stage_layer(s, other, next, s->n_expert / 2, err)) != 0))
+         (rc = stage_layer(s, other, next, s->n_expert / 2, err)) != 0) ||
+        (rc = tell_picks(s, layer, moe, err)) != 0)
         return rc;
     moe->at = h->at;
     return hx_dev_await_push(s->dev, h->ticket, err);
@@ -246,10 +272,13 @@ int hx_lend_open(hx_store *s, uint64_t n_expert, hx_err *err)
     if (s->n_all_slot < 2 * s->n_expert || (uint64_t)s->n_all_slot == n_expert)
         return 0;
     s->lend = l = hx_new(struct hx_lend, 1);
-    if (l == NULL || (l->was = hx_new(int32_t, s->n_all_slot)) == NULL)
+    if (l == NULL || (l->n_told = hx_new(int64_t, s->n_layer)) == NULL)
         return hx_fail(err, HX_ENOMEM, "expert store: no memory");
-    for (int32_t i = 0; i < s->n_all_slot; i++)
-        l->was[i] = -1;
+    l->next = s->n_all_slot;
+    if ((rc = hx_dev_shared(
+             s->dev, &l->told,
+             (size_t)(s->n_layer * TOLD_ROWS * s->n_active) * sizeof(int32_t), err)) != 0)
+        return rc;
     for (int i = 0; i < 2; i++) {
         struct hx_stage *h = &l->stage[i];
 
@@ -271,7 +300,9 @@ void hx_lend_close(hx_store *s)
         hx_dev_free(s->dev, &l->stage[i].at);
         hx_dev_unshared(s->dev, &l->stage[i].shared);
     }
-    if (l != NULL)
-        hx_free(l->was);
+    if (l != NULL) {
+        hx_dev_unshared(s->dev, &l->told);
+        hx_free(l->n_told);
+    }
     hx_free(l);
 }

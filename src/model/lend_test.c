@@ -107,7 +107,7 @@ static void expect_whole(const hx_engine *e)
     int32_t there = 0;
 
     assert_int_equal(s->clock.n_slot, s->n_all_slot);
-    assert_int_equal(s->lend->n_was, 0);
+    assert_int_equal(s->lend->next, s->n_all_slot);
     for (int32_t i = 0; i < s->n_all_slot; i++)
         if (s->clock.tenant[i] >= 0) {
             assert_int_equal(s->clock.slot[s->clock.tenant[i]], i);
@@ -214,6 +214,38 @@ static void test_beside(void **state)
     hx_close(e);
 }
 
+/* Those that the prompt picked most have the slots that it gives back. */
+static void test_prompts_own(void **state)
+{
+    const int32_t n_slot = n_all / 2;
+    int32_t token[4];
+    hx_event ev = { 0 };
+    hx_engine *e;
+
+    (void)state;
+    open_part(&e, n_slot + HX_AHEAD_SLOTS);
+    hx_stream *s = ask(e, N_ROW, 4);
+    assert_int_equal(read_some(s, token, 4, &ev), 4);
+    while (ev.kind != HX_EV_DONE)
+        assert_int_equal(hx_next(s, &ev, 60000), 1);
+    expect_whole(e);
+    const hx_clock *c = &e->model->store->clock;
+    const int32_t lent = 2 * (int32_t)e->model->store->n_expert;
+    int hot = 0, coldest = 255;
+
+    assert_int_equal(c->n_slot, n_slot);
+    for (int32_t i = 0; i < lent; i++)
+        coldest = HX_MIN(coldest, c->heat[c->tenant[n_slot - lent + i]]);
+    for (int64_t i = 0; i < c->n_item; i++)
+        hot = c->slot[i] < 0 ? HX_MAX(hot, c->heat[i]) : hot;
+    print_message(
+        "           picked at least %d times in lent slots, at most %d outside\n",
+        coldest, hot);
+    assert_true(coldest > 3 && coldest >= hot - 3); /* the picks of three steps */
+    hx_stream_free(s);
+    hx_close(e);
+}
+
 /* Cancelled before, in the middle of, and after chunks. */
 static void test_cancel(void **state)
 {
@@ -250,13 +282,14 @@ static void test_cancel(void **state)
     hx_close(e);
 }
 
-/* --gpu: the same on a GPU; picks of a synthetic model depend on the slot, so nothing is
- * compared beside others there. */
+/* --gpu: the same on a GPU; a synthetic model's decode picks are drawn, its prompts' are
+ * not, so nothing is compared beside others there. */
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_same_bits),
         cmocka_unit_test(test_beside),
+        cmocka_unit_test(test_prompts_own),
         cmocka_unit_test(test_cancel),
     };
     const struct CMUnitTest gpu[] = {

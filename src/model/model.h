@@ -249,6 +249,8 @@ typedef struct {
     hx_rows rows;           /* spans; row numbers start at 0 */
     const hx_snap_at *snap; /* [n_snap] by row; borrowed as the rest */
     int32_t n_snap;
+    const uint64_t *draw; /* [n_span], or NULL for all the same: decode picks of a
+                           * synthetic model are drawn by it and the position */
 } hx_batch;
 
 typedef struct hx_graph hx_graph;

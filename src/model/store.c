@@ -10,7 +10,6 @@
 #define PART_ALIGN 256
 #define PARTS      9 /* of a record: w, suh (or scale), svh (or bias) of three matrices */
 #define PIN_BYTES  ((size_t)1 << 30)
-#define TRIES      5 /* of a measurement; the best counts */
 
 /* A push on its way: the tenant is announced once it has arrived. */
 struct hx_move {
@@ -441,172 +440,6 @@ static int warm(hx_store *s, hx_err *err)
     return rc;
 }
 
-/* ---- measuring ------------------------------------------------------------------------- */
-
-/* Memory for calls that only take time. */
-typedef struct {
-    hx_buf x, y, base, id;
-    int64_t layer; /* one with experts */
-} trial;
-
-static int wait_device(hx_store *s, hx_err *err)
-{
-    return hx_dev_get(s->dev, &(int32_t) { 0 }, s->resident, sizeof(int32_t), err);
-}
-
-/* The device on n experts of the trial's layer at one row, in microseconds. */
-static int time_device(hx_store *s, const trial *t, const int32_t *id, int64_t n,
-                       double *us, hx_err *err)
-{
-    const hx_desc *d = &s->model->desc;
-    const hx_moe_args a = { .y = t->y,
-                            .x = t->x,
-                            .id = s->here,
-                            .at = hx_store_row(s, s->at, t->layer, sizeof(hx_lease)),
-                            .expert = s->model->layer[t->layer].expert,
-                            .n_expert = s->n_expert,
-                            .rows = 1,
-                            .active = n,
-                            .limit = d->swiglu_limit };
-    int rc = hx_dev_put(s->dev, s->here, id, (size_t)n * sizeof *id, err);
-
-    *us = 1e12;
-    for (int i = 0; i < TRIES && rc == 0; i++) {
-        if ((rc = wait_device(s, err)) != 0)
-            break;
-        const int64_t start = hx_now_us();
-
-        if ((rc = hx_op_moe(s->dev, &a, err)) == 0 && (rc = wait_device(s, err)) == 0)
-            *us = HX_MIN(*us, (double)(hx_now_us() - start));
-    }
-    return rc;
-}
-
-/* Microseconds that posting a job and seeing its answer take beside the lane's own time. */
-static int time_post(hx_store *s, const trial *t, int32_t id, float *us, hx_err *err)
-{
-    const hx_rates kept = s->rates;
-    hx_moe_args moe = { 0 };
-    hx_combine_args c = { .y = t->base,
-                          .base = t->base,
-                          .part = t->y,
-                          .weight = s->there,
-                          .rows = 1,
-                          .active = s->n_active,
-                          .dim = s->model->desc.width };
-    int32_t same[HX_PLAN_MAX_PICK];
-    int rc;
-
-    for (int64_t i = 0; i < s->n_active; i++)
-        same[i] = id;
-    rc = hx_dev_put(s->dev, t->id, same, (size_t)s->n_active * sizeof *same, err);
-    s->rates = (hx_rates) { .link_us = 1e6f, .lane_us = 1 };
-    *us = 1e6f;
-    hx_store_begin(s);
-    for (int i = 0; i < TRIES && rc == 0; i++) {
-        hx_experts before = { 0 }, after = { 0 };
-
-        hx_lane_report(s->lane, &before);
-        if ((rc = hx_store_plan(s, t->layer, 1, t->id, t->x, &moe, &c, err)) == 0 &&
-            (rc = hx_op_combine(s->dev, &c, err)) == 0)
-            rc = wait_device(s, err);
-        hx_lane_report(s->lane, &after);
-        if (after.awaited > before.awaited)
-            *us = HX_MIN(*us, (float)(after.post_us - before.post_us));
-    }
-    hx_lane_rest(s->lane);
-    s->rates = kept;
-    if (*us > 1e5f) /* answers were there at once */
-        *us = 0;
-    return rc != 0 ? rc : hx_lane_late(s->lane, err);
-}
-
-/* n experts of the trial's layer that are (or are not) resident; fewer where there are. */
-static int64_t some(const hx_store *s, const trial *t, bool resident, int32_t *id,
-                    int64_t n)
-{
-    int64_t have = 0;
-
-    for (int32_t e = 0; e < s->n_expert && have < n; e++)
-        if ((s->clock.slot[t->layer * s->n_expert + e] >= 0) == resident)
-            id[have++] = e;
-    return have;
-}
-
-/* Time of one more expert: that of n less that of one. */
-static int time_each(hx_store *s, const trial *t, bool resident, float *us, hx_err *err)
-{
-    int32_t id[64];
-    const int64_t n = some(s, t, resident, id, HX_MIN(s->n_active, 64));
-    double one, all;
-    int rc;
-
-    if (n < 2)
-        return 0;
-    if ((rc = time_device(s, t, id, 1, &one, err)) != 0 ||
-        (rc = time_device(s, t, id, n, &all, err)) != 0)
-        return rc;
-    *us = (float)HX_MAX((all - one) / (double)(n - 1), 0.1);
-    return 0;
-}
-
-/* One expert alone takes longer than one more does: that goes to the post. */
-static int time_lane(hx_store *s, const trial *t, hx_err *err)
-{
-    hx_rates *r = &s->rates;
-    const int64_t few = HX_MIN(4, s->max_pick / s->n_active);
-    const int32_t layer = (int32_t)t->layer;
-    double one, all, more;
-    int32_t id[64];
-    int64_t n = some(s, t, false, id, HX_MIN(s->n_active, 64));
-    int rc;
-
-    if (s->lane == NULL || n < 2)
-        return 0;
-    if ((rc = time_post(s, t, id[0], &r->post_us, err)) != 0 ||
-        (rc = hx_lane_time(s->lane, layer, id, 1, 1, &one, err)) != 0 ||
-        (rc = hx_lane_time(s->lane, layer, id, n, 1, &all, err)) != 0 ||
-        (rc = hx_lane_time(s->lane, layer, id, n, few, &more, err)) != 0)
-        return rc;
-    r->lane_us = (float)HX_MAX((all - one) / (double)(n - 1), 0.1);
-    r->row_us = (float)(few > 1 ? HX_MAX(more - all, 0) / (double)(n * (few - 1)) : 0);
-    r->post_us += (float)HX_MAX(one - (double)r->lane_us, 0);
-    s->learn = true;
-    return 0;
-}
-
-static int measure(hx_store *s, hx_err *err)
-{
-    const size_t row = (size_t)s->model->desc.width * sizeof(float);
-    trial t = { .layer = -1 };
-    int rc;
-
-    for (int64_t l = s->n_layer; l-- > 0;)
-        t.layer = s->model->layer[l].ffn == HX_FFN_MOE ? l : t.layer;
-    if (t.layer < 0)
-        return 0;
-    if ((rc = hx_dev_alloc(s->dev, &t.x, row, err)) == 0 &&
-        (rc = hx_dev_alloc(s->dev, &t.base, row, err)) == 0 &&
-        (rc = hx_dev_alloc(s->dev, &t.id, (size_t)s->n_active * sizeof(int32_t), err)) ==
-            0 &&
-        (rc = hx_dev_alloc(s->dev, &t.y, (size_t)HX_MAX(s->n_active, 64) * row, err)) ==
-            0 &&
-        (rc = time_each(s, &t, true, &s->rates.here_us, err)) == 0 &&
-        (rc = time_each(s, &t, false, &s->rates.link_us, err)) == 0)
-        rc = time_lane(s, &t, err);
-    hx_dev_free(s->dev, &t.x);
-    hx_dev_free(s->dev, &t.base);
-    hx_dev_free(s->dev, &t.y);
-    hx_dev_free(s->dev, &t.id);
-    hx_log(HX_LOG_INFO,
-           "experts: %d of %lld in device memory; one costs %.0f us there, %.0f over the "
-           "link, %.0f + %.0f a row on the CPU, %.0f to post",
-           s->n_all_slot, (long long)(s->n_moe * s->n_expert), (double)s->rates.here_us,
-           (double)s->rates.link_us, (double)s->rates.lane_us, (double)s->rates.row_us,
-           (double)s->rates.post_us);
-    return rc;
-}
-
 /* ---- decode ---------------------------------------------------------------------------- */
 
 int hx_store_plan(hx_store *s, int64_t layer, int64_t rows, hx_buf id, hx_buf x,
@@ -765,6 +598,21 @@ int hx_store_end(hx_store *s, int64_t rows, hx_err *err)
     return admit(s, wanted, n, err);
 }
 
+/* What every step reads beside experts; of the embedding it takes a row. */
+static uint64_t rest_bytes(const hx_model *m)
+{
+    uint64_t bytes = m->weight_bytes - hx_mat_bytes(&m->embed);
+
+    for (int64_t i = 0; i < m->desc.n_layer * m->desc.n_expert; i++) {
+        const hx_expert *e = expert_at(m, i);
+
+        if (e != NULL)
+            bytes -=
+                hx_mat_bytes(&e->gate) + hx_mat_bytes(&e->up) + hx_mat_bytes(&e->down);
+    }
+    return bytes;
+}
+
 void hx_store_report(const hx_store *s, hx_experts *out)
 {
     const hx_rates *r = &s->rates;
@@ -781,6 +629,9 @@ void hx_store_report(const hx_store *s, hx_experts *out)
     out->us[2] = (double)r->lane_us;
     out->us[3] = (double)r->row_us;
     out->us[4] = (double)r->post_us;
+    out->host_gbs = s->host_gbs;
+    out->copy_gbs = s->copy_gbs;
+    out->rest_bytes = rest_bytes(s->model);
 }
 
 /* ---- open and close ------------------------------------------------------------------ */
@@ -863,6 +714,7 @@ int hx_store_open(hx_store **out, hx_model *m, hx_dev *dev, const hx_store_opt *
 {
     const hx_desc *d = &m->desc;
     hx_store *s = hx_new(hx_store, 1);
+    const bool measured = !(opt->rates.here_us > 0);
     hx_pool *pool = NULL;
     int rc;
 
@@ -888,7 +740,7 @@ int hx_store_open(hx_store **out, hx_model *m, hx_dev *dev, const hx_store_opt *
         goto fail;
     }
     if ((rc = check(s, opt, bytes, err)) != 0 ||
-        (opt->fetch && (rc = hx_ahead_open(s, opt->max_rows, err)) != 0) ||
+        (rc = hx_ahead_open(s, opt->max_rows, err)) != 0 ||
         (rc = hx_pool_open(&pool, hx_sys_n_cpu(), NULL, err)) != 0 ||
         (rc = gather(s, pool, err)) != 0 || (rc = lock_memory(s, pool, err)) != 0 ||
         (rc = hx_clock_open(&s->clock, d->n_layer * d->n_expert, s->n_all_slot, err)) !=
@@ -898,10 +750,10 @@ int hx_store_open(hx_store **out, hx_model *m, hx_dev *dev, const hx_store_opt *
         goto fail;
     if (opt->mode == HX_MODE_AUTO && (rc = open_lane(s, opt, err)) != 0)
         goto fail;
-    if ((rc = warm(s, err)) != 0 || (rc = open_trace(s, opt->trace, err)) != 0)
-        goto fail;
     s->rates = opt->rates;
-    if (!(opt->rates.here_us > 0) && (rc = measure(s, err)) != 0)
+    if ((measured && (rc = hx_rates_copies(s, err)) != 0) || (rc = warm(s, err)) != 0 ||
+        (rc = open_trace(s, opt->trace, err)) != 0 ||
+        (measured && (rc = hx_rates_measure(s, pool, err)) != 0))
         goto fail;
     hx_pool_close(pool);
     *out = s;

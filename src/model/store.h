@@ -19,7 +19,6 @@ typedef struct {
     uint64_t slot_bytes;    /* device memory for slots */
     uint64_t ram_bytes;     /* most host memory that experts may take; 0: no bound */
     int64_t max_rows;       /* decode rows in a step */
-    bool fetch;             /* experts come before they are picked (ahead.c) */
     const char *isa, *cpus; /* of the CPU lane, as in hx_dev_opt */
     int32_t n_threads;      /* of it; 0: one for each CPU */
     hx_rates rates;         /* here_us > 0: these, instead of measured ones */
@@ -41,14 +40,15 @@ typedef struct hx_store {
     int n_pin;
     hx_lane *lane; /* NULL: none */
     hx_rates rates;
-    bool learn;          /* rates were measured: plan corrects them */
-    hx_clock clock;      /* items: layer * E + expert */
-    hx_buf slots;        /* [n_slot] records in device memory */
-    hx_buf resident, at; /* i32, hx_lease [n_layer, E] */
-    hx_buf here, there;  /* i32 [max_pick] */
-    hx_buf log;          /* i32 [n_layer, max_pick] */
-    hx_buf told[2];      /* the same on the host, of the steps that may be on their way */
-    int64_t n_sent;      /* steps */
+    bool learn;                /* rates were measured: plan corrects them */
+    double host_gbs, copy_gbs; /* host memory, device and CPUs reading; device copies */
+    hx_clock clock;            /* items: layer * E + expert */
+    hx_buf slots;              /* [n_slot] records in device memory */
+    hx_buf resident, at;       /* i32, hx_lease [n_layer, E] */
+    hx_buf here, there;        /* i32 [max_pick] */
+    hx_buf log;                /* i32 [n_layer, max_pick] */
+    hx_buf told[2]; /* the same on the host, of the steps that may be on their way */
+    int64_t n_sent; /* steps */
     struct hx_move *move; /* [HX_MOVE_MAX] pushes on their way */
     int n_move;
     int32_t n_all_slot;   /* slots when none are lent */
@@ -103,8 +103,8 @@ int hx_ahead_fetch(hx_store *s, int64_t layer, int64_t rows, hx_buf id, hx_err *
 /* ---- lend.c: slots lent to long prompts ------------------------------------------------ */
 
 /* The last slots are lent while a prompt is read: two halves for whole layers' experts, and
- * before them workspace. Their tenants are remembered and come back, the most picked first,
- * once decode steps find that no prompt wants them any more. */
+ * before them workspace. Once decode steps find that no prompt wants them any more, those
+ * picked most move in, the prompt's own picks counted. */
 
 /* Bytes that can be lent beside both halves. */
 uint64_t hx_store_lendable(const hx_store *s);
@@ -120,6 +120,13 @@ int hx_store_prefill(hx_store *s, int64_t layer, int64_t rows, hx_moe_args *moe,
 /* Half of a layer is brought while the layer before computes, the rest from this call on:
  * before the layer, and after the decode steps between the two, which need the link. */
 int hx_store_stage(hx_store *s, hx_err *err);
+
+/* ---- rates.c: costs, measured at open ---------------------------------------------------- */
+
+/* What the slots' memory copies, reads and writes counted; before anything lies there. */
+int hx_rates_copies(hx_store *s, hx_err *err);
+/* All else, while the lane has nothing to do. pool: threads for all CPUs. */
+int hx_rates_measure(hx_store *s, hx_pool *pool, hx_err *err);
 
 /* ---- what store.c and lend.c share ------------------------------------------------------ */
 

@@ -80,24 +80,25 @@ static void write_experts(hx_sb *b, hx_engine *e)
     hx_get_experts(e, &x);
     if (x.n_expert == 0)
         return;
-    const int64_t all = x.here + x.link + x.lane;
-    hx_sb_printf(b,
-                 ",\"experts\":{\"slots\":%d,\"total\":%d,\"bytes\":%llu,\"steps\":%lld,"
-                 "\"picks\":%lld,\"distinct\":%lld,\"here\":%lld,\"link\":%lld,"
-                 "\"lane\":%lld,\"hit_rate\":%.4f,\"moved\":%lld,\"evicted\":%lld,"
-                 "\"link_bytes\":%llu,\"lane_bytes\":%llu,\"push_bytes\":%llu,"
-                 "\"stage_bytes\":%llu,\"wait_us\":%lld,\"lane_us\":%lld,\"cost_us\":"
-                 "{\"here\":%.2f,\"link\":%.2f,\"lane\":%.2f,\"lane_row\":%.2f,"
-                 "\"post\":%.2f}}",
-                 x.n_slot, x.n_expert, (unsigned long long)x.expert_bytes,
-                 (long long)x.steps, (long long)x.picks, (long long)all,
-                 (long long)x.here, (long long)x.link, (long long)x.lane,
-                 all > 0 ? (double)x.here / (double)all : 0, (long long)x.pushed,
-                 (long long)x.evicted, (unsigned long long)x.link * x.expert_bytes,
-                 (unsigned long long)x.lane * x.expert_bytes,
-                 (unsigned long long)x.push_bytes, (unsigned long long)x.stage_bytes,
-                 (long long)x.wait_us, (long long)x.lane_us, x.us[0], x.us[1], x.us[2],
-                 x.us[3], x.us[4]);
+    const int64_t all = x.here + x.link + x.lane + x.ahead;
+    hx_sb_printf(
+        b,
+        ",\"experts\":{\"slots\":%d,\"total\":%d,\"bytes\":%llu,\"steps\":%lld,"
+        "\"picks\":%lld,\"distinct\":%lld,\"here\":%lld,\"link\":%lld,"
+        "\"lane\":%lld,\"ahead\":%lld,\"hit_rate\":%.4f,\"moved\":%lld,"
+        "\"evicted\":%lld,\"fetch_bytes\":%llu,\"vain_bytes\":%llu,"
+        "\"link_bytes\":%llu,\"lane_bytes\":%llu,\"push_bytes\":%llu,"
+        "\"stage_bytes\":%llu,\"wait_us\":%lld,\"lane_us\":%lld,\"cost_us\":"
+        "{\"here\":%.2f,\"link\":%.2f,\"lane\":%.2f,\"lane_row\":%.2f,"
+        "\"post\":%.2f}}",
+        x.n_slot, x.n_expert, (unsigned long long)x.expert_bytes, (long long)x.steps,
+        (long long)x.picks, (long long)all, (long long)x.here, (long long)x.link,
+        (long long)x.lane, (long long)x.ahead, all > 0 ? (double)x.here / (double)all : 0,
+        (long long)x.pushed, (long long)x.evicted, (unsigned long long)x.fetch_bytes,
+        (unsigned long long)x.vain_bytes, (unsigned long long)x.link * x.expert_bytes,
+        (unsigned long long)x.lane * x.expert_bytes, (unsigned long long)x.push_bytes,
+        (unsigned long long)x.stage_bytes, (long long)x.wait_us, (long long)x.lane_us,
+        x.us[0], x.us[1], x.us[2], x.us[3], x.us[4]);
 }
 
 int hx_stats_all(hx_call *c)
