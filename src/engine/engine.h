@@ -203,7 +203,6 @@ typedef struct {
     int32_t n, n_new;            /* rows; the first so many choose a token */
     hx_landing *to;
     uint64_t ticket;
-    int64_t start_us;
     int rc; /* of the launch */
     hx_err err;
 } hx_flight;
@@ -305,7 +304,7 @@ struct hx_engine {
                       * where the device works on its own */
     hx_buf landed[2]; /* hx_landing, of flights in turn */
     uint64_t n_launched;
-    int64_t landed_us;                 /* when the last one did */
+    int64_t lap_us;                    /* when what was last charged ended */
     float *score_logit, *score_hidden; /* [HX_SCORE_ROWS, N], [HX_SCORE_ROWS, D] */
     struct hx_reuse *reuse;
     hx_op_time times[HX_OP_TIMES]; /* hx_dev.times */

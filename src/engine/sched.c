@@ -621,7 +621,7 @@ static bool launch(hx_engine *e, bool ahead)
 {
     hx_flight *f = &e->flight[e->n_flight];
 
-    *f = (hx_flight) { .start_us = hx_now_us(), .to = e->landed[e->n_launched % 2].p };
+    *f = (hx_flight) { .to = e->landed[e->n_launched % 2].p };
     if (ahead && !add_rows_ahead(e, f))
         return false;
     if (!ahead) {
@@ -646,15 +646,23 @@ static bool launch(hx_engine *e, bool ahead)
     return true;
 }
 
+/* Microseconds since the last slice or step ended, or the engine found work: all that
+ * streams wait for belongs to one of these. */
+static float lap(hx_engine *e)
+{
+    const int64_t now = hx_now_us(), us = now - e->lap_us;
+
+    e->lap_us = now;
+    return (float)us;
+}
+
 static void land(hx_engine *e)
 {
     hx_flight *const oldest = e->flight;
     const int rc = end_decode(e, oldest->rc, oldest->ticket, oldest->n, &oldest->err);
     const hx_flight f = *oldest;
-    const int64_t now = hx_now_us();
-    const double us = (double)(now - HX_MAX(f.start_us, e->landed_us));
+    float us;
 
-    e->landed_us = now;
     e->flight[0] = e->flight[1];
     e->n_flight--;
     for (int32_t r = 0; r < f.n; r++) {
@@ -673,7 +681,8 @@ static void land(hx_engine *e)
     if (rc != 0)
         return;
     hand_out(&f);
-    hx_sched_pick_decoded(&e->costs, &e->pick, f.n, (float)us);
+    us = lap(e);
+    hx_sched_pick_decoded(&e->costs, &e->pick, f.n, us);
     pthread_mutex_lock(&e->lock);
     e->decode_rate +=
         (e->decode_rate == 0 ? 1 : 0.05) * (f.n * 1e6 / HX_MAX(us, 1) - e->decode_rate);
@@ -965,34 +974,33 @@ static int chunk_step(hx_engine *e, bool share, hx_err *err)
 /* Layers of one prompt's chunk, up to what was picked or until the inbox has something. */
 static void prefill_slice(hx_engine *e, hx_stream *s, const hx_pick *pick)
 {
-    const bool share = e->pick.n_decode > 0;
-    const int64_t start = hx_now_us();
+    const double before_us = e->chunk != NULL ? e->chunk_us : 0;
+    double layers_us = 0;
     hx_err err = { 0 };
-    double layers_us;
     int rc = 0;
 
-    if (e->chunk == NULL) {
+    if (e->chunk == NULL)
         hx_reuse_begin(e, s);
-        if (s->n_done == s->n_prompt) {
-            if ((rc = first_of_kept(e, s, &err)) != 0)
-                end_stream(s, HX_STOP_NONE, -1, &err);
-            return;
+    if (e->chunk == NULL && s->n_done == s->n_prompt) {
+        rc = first_of_kept(e, s, &err);
+    } else {
+        if (e->chunk == NULL)
+            rc = chunk_begin(e, s, pick->blocks, &err);
+        for (int64_t i = 0; rc == 0 && i < pick->layers; i++) {
+            rc = chunk_step(e, e->pick.n_decode > 0, &err);
+            if (atomic_load(&e->nudge))
+                break;
         }
-        rc = chunk_begin(e, s, pick->blocks, &err);
+        if (e->chunk != NULL)
+            layers_us = e->chunk_us - before_us;
+        if (rc == 0 && e->chunk_layer == e->model->desc.n_layer) {
+            rc = chunk_end(e, s, &err);
+            chunk_close(e);
+        }
     }
-    layers_us = -e->chunk_us;
-    for (int64_t i = 0; rc == 0 && i < pick->layers; i++) {
-        rc = chunk_step(e, share, &err);
-        if (atomic_load(&e->nudge))
-            break;
-    }
-    layers_us += e->chunk_us;
-    if (rc == 0 && e->chunk_layer == e->model->desc.n_layer) {
-        rc = chunk_end(e, s, &err);
-        chunk_close(e);
-    }
-    if (share) /* the layers are charged already, with what they should take */
-        e->pick.credit_us -= (float)((double)(hx_now_us() - start) - layers_us);
+    const float us = lap(e);
+    if (e->pick.n_decode > 0) /* layers are charged already, with what they should take */
+        e->pick.credit_us -= us - (float)layers_us;
     if (rc != 0)
         end_stream(s, HX_STOP_NONE, -1, &err);
 }
@@ -1250,6 +1258,7 @@ void *hx_sched_run(void *arg)
     hx_engine *e = arg;
     bool idle = false;
 
+    e->lap_us = hx_now_us();
     for (;;) {
         int64_t start;
 
@@ -1258,6 +1267,8 @@ void *hx_sched_run(void *arg)
         if (!take_inbox(e))
             break;
         start = hx_now_us();
+        if (idle)
+            e->lap_us = start;
         e->dev->times = atomic_load(&e->profile) ? e->times : NULL;
         reap(e);
         hx_reuse_tick(e);
