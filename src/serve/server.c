@@ -399,7 +399,6 @@ static int tokenize_chat(hx_call *c)
     return rc;
 }
 
-/* Byte-level tokens have at least one byte each, so text.n ids always suffice. */
 static int tokenize(hx_call *c)
 {
     static const char *const names[] = { "content", "prompt", "text" };
@@ -419,14 +418,14 @@ static int tokenize(hx_call *c)
                                  "content: missing; a string to tokenize, or messages");
     if ((rc = hx_params_bool(c, c->body, "parse_special", &special)) != 0)
         return rc;
-    if ((id = hx_arena_alloc(&c->arena, HX_MAX(text.n, 1u) * sizeof *id)) == NULL)
+    if ((n = hx_tokenize(c->engine, text, special, NULL, 0)) < 0)
+        return hx_server_problem(c, 400, "content", "invalid_value", "content: %s",
+                                 hx_strerror((int)n));
+    if ((id = hx_arena_alloc(&c->arena, (size_t)HX_MAX(n, 1) * sizeof *id)) == NULL)
         return hx_server_problem(c, 413, "content", "request_too_large",
                                  "content: %zu bytes are too many to tokenize at once",
                                  text.n);
-    n = hx_tokenize(c->engine, text, special, id, (int64_t)text.n);
-    if (n < 0)
-        return hx_server_problem(c, 400, "content", "invalid_value", "content: %s",
-                                 hx_strerror((int)n));
+    hx_tokenize(c->engine, text, special, id, n);
     return write_tokens(c, id, n);
 }
 
