@@ -492,11 +492,18 @@ void hx_openai_write_progress(hx_sb *b, const hx_gen_progress *p);
  * ],"usage":…,"timings":…}. The first makes an id that begins with prefix. */
 void hx_openai_write_head(hx_sb *b, hx_call *c, const char *prefix, const char *object,
                           hx_str model);
-void hx_openai_write_head_of(hx_sb *b, const char *id, const char *object, hx_str model);
 void hx_openai_write_tail(hx_sb *b, const hx_openai_sum *s);
-/* The end of a stream: a chunk with the sum, unless that is NULL, and [DONE]. head: of
- * every chunk, up to its choices. */
-void hx_openai_write_last(hx_sb *b, hx_str head, const hx_openai_sum *sum);
+/* Ends a chunk after its choices; sum: an answer is over with it, else NULL. */
+void hx_openai_end_chunk(hx_sb *b, const hx_generate *g, const hx_openai_sum *sum);
+/* As hx_server_end(): a stream ends with the sum, where it was asked for, and [DONE]. */
+typedef struct {
+    hx_sb *head; /* of every chunk, up to its choices; freed */
+    const hx_generate *req;
+    const hx_openai_sum *sum;
+    void (*whole)(void *ud);
+    void *ud;
+} hx_openai_last;
+int hx_openai_end(hx_call *c, int rc, const hx_openai_last *last);
 extern const hx_stream_form hx_openai_stream, hx_responses_stream, hx_anthropic_stream,
     hx_ollama_chat_stream, hx_ollama_generate_stream;
 /* The messages, tools and switches of a chat request as the template's variables. */
