@@ -395,14 +395,14 @@ bool hx_reuse_disk_load(hx_engine *e, hx_node *n);
 /* reuse.c: kept prefixes. Engine thread, but for ask and status. */
 int hx_reuse_open(hx_engine *e, const hx_options *opt, hx_err *err);
 void hx_reuse_close(hx_engine *e);
-/* Gives s a slot, with what is kept of its prompt; n_done says how much. */
 typedef enum {
     HX_ADMIT_NO,      /* no slot, or too few pages */
     HX_ADMIT_READING, /* later: its state is being read from disk */
     HX_ADMIT_YES
 } hx_admit;
 
-/* n_pages: to be reserved now, those of what is kept among them. */
+/* Gives s a slot, with what is kept of its prompt; n_done says how much. n_pages: to be
+ * reserved now, those of what is kept among them. */
 hx_admit hx_reuse_admit(hx_engine *e, hx_stream *s, int32_t n_pages);
 /* Pages that can still be promised: neither held nor reserved by running streams. */
 int64_t hx_reuse_pages_left(const hx_engine *e);
