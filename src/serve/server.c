@@ -2,9 +2,10 @@
  * answers, and the small routes themselves (health, models, metrics, tokenize,
  * detokenize; stats.c has the state of the engine).
  *
- * run.c opens and runs it. route_request() runs on the loop thread and must never block,
- * parse a body or call the engine; all else begins on a worker. Generations go on in
- * generate.c, so a worker has each call for a short while only, but for slow calls. */
+ * run.c opens and runs it. route_request() runs on the loop thread and must never block or
+ * parse a body, and asks the engine for its figures only; all else begins on a worker.
+ * Generations go on in generate.c, so a worker has each call for a short while only, but
+ * for slow calls. */
 #include "serve/serve.h"
 
 #include <pthread.h>
