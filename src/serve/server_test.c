@@ -1235,6 +1235,14 @@ static void test_vanish(void **state)
         pthread_join(thread[i], NULL);
     wait_idle(f, 5000);
     response *r = chat(f, "[[</think>|fine]]", "");
+    /* Requests of those that left may still come from workers that had no CPU so far. */
+    for (int i = 0; i < 500 && r->status == 429; i++) {
+        done(r);
+        usleep(10000);
+        r = chat(f, "[[</think>|fine]]", "");
+    }
+    if (r->status != 200)
+        fail_msg("status %d: %s", r->status, r->body.p);
     assert_str(r->json, "choices.0.message.content", "fine");
     done(r);
     stop(f);
