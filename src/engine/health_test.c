@@ -223,7 +223,7 @@ static void wait_canaries(int64_t n)
 {
     const int64_t start = hx_now_us();
 
-    while (hx_counted(HX_C_canaries_total) < n && hx_now_us() - start < 10000000)
+    while (hx_counted(HX_C_canaries_total) < n && hx_now_us() - start < 60000000)
         usleep(2000);
     assert_int_equal(hx_counted(HX_C_canaries_total), n);
 }
