@@ -142,7 +142,7 @@ typedef struct {
 /* Opens a model. Errors: HX_EARG, HX_EFORMAT (names file and tensor), HX_EIO,
  * HX_ENOMEM (with the arithmetic), HX_EUNSUP. On failure *out is NULL. */
 int hx_open(hx_engine **out, const hx_options *opt, hx_err *err);
-void hx_close(hx_engine *e); /* NULL is fine; ends all streams */
+void hx_close(hx_engine *e); /* NULL is fine; all its streams must have been freed */
 void hx_get_info(const hx_engine *e, hx_info *out);
 
 /* ---- text ------------------------------------------------------------ */
@@ -369,11 +369,9 @@ typedef struct {
     int64_t steps;                  /* engine steps so far: moves while it works */
     int64_t preempted; /* times that a running request gave its memory back */
     int64_t wait_ms;   /* that one more request would wait, from measured times */
-    double prefill_rate,
-        decode_rate; /* tokens per second of work on them; 0: not known */
-    const char
-        *fault; /* NULL, or why answers cannot be had or trusted now: "stalled", "memory",
-                        * "canary" */
+    double prefill_rate, decode_rate; /* tokens per second of work on them; 0: unknown */
+    /* NULL, or why answers cannot be had or trusted: "stalled", "memory", "canary" */
+    const char *fault;
     char fault_text[256]; /* a sentence, while fault is set */
 } hx_status;
 

@@ -24,7 +24,8 @@
 #define FAKE_TOKENS 65536
 #define FAKE_SLOTS  512
 #define FAKE_MEGA   (1 << 20)
-#define FAKE_RING   240 /* tokens not yet taken that pause a stream */
+#define FAKE_RING   240            /* tokens not yet taken that pause a stream */
+#define FAKE_LONGER "\xe0\xa5\x98" /* U+0958: NFC makes six bytes of its three */
 
 static const struct {
     const char *text;
@@ -124,9 +125,15 @@ int64_t hx_tokenize(hx_engine *e, hx_str text, bool special, int32_t *out, int64
     int64_t n = 0;
 
     (void)e;
-    for (size_t i = 0; i < text.n; n++) {
+    for (size_t i = 0; i < text.n;) {
         int32_t id = (unsigned char)text.p[i];
-        size_t len = 1;
+        size_t len = 1, times = 1;
+
+        if (hx_str_eq((hx_str) { text.p + i, HX_MIN(text.n - i, sizeof FAKE_LONGER - 1) },
+                      HX_STR(FAKE_LONGER))) {
+            len = sizeof FAKE_LONGER - 1;
+            times = 2 * len;
+        }
 
         for (size_t m = 0; special && m < HX_LEN(fake_marker); m++) {
             const size_t k = strlen(fake_marker[m].text);
@@ -136,8 +143,9 @@ int64_t hx_tokenize(hx_engine *e, hx_str text, bool special, int32_t *out, int64
                 len = k;
             }
         }
-        if (n < cap)
-            out[n] = id;
+        for (; times > 0; times--, n++)
+            if (n < cap)
+                out[n] = id;
         i += len;
     }
     return n;

@@ -2,17 +2,8 @@
 # hoist bench: one JSON that says what was measured, on what; protocols; comparing two results.
 #   tests/suite_bench.sh BUILD
 hoist=$1/hoist demo=models/demo-exl3
-tmp=$(mktemp -d)
-trap 'rm -rf "$tmp"' EXIT
-
-check() {        # NAME, expected status, pattern in what it printed, command…
-    local name=$1 status=$2 pattern=$3 got rc
-    shift 3
-    got=$(timeout 150 "$@" 2>&1 </dev/null)
-    rc=$?
-    [ "$rc" = "$status" ] && grep -qE "$pattern" <<<"$got" && echo "ok bench_$name" ||
-        echo "not ok bench_$name: status $rc (expected $status), said: $(head -c 300 <<<"$got")"
-}
+suite=bench limit=150
+. tests/says.sh
 
 holds() {        # NAME, JSON file, python condition on r, f (figures), p (protocol)
     python3 -c "

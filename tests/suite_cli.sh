@@ -2,20 +2,8 @@
 # The command line as a person or a script uses it: right answers, exit statuses, one-sentence errors.
 #   tests/suite_cli.sh BUILD
 build=$1 hoist=$1/hoist demo=models/demo-exl3
-tmp=$(mktemp -d)
-trap 'rm -rf "$tmp"' EXIT
-
-check() {        # NAME, expected status, pattern in what it printed, command…
-    local name=$1 status=$2 pattern=$3 got rc
-    shift 3
-    got=$(timeout 60 "$@" 2>&1 </dev/null)
-    rc=$?
-    if [ "$rc" = "$status" ] && grep -qE "$pattern" <<<"$got"; then
-        echo "ok cli_$name"
-    else
-        echo "not ok cli_$name: status $rc (expected $status), said: $(head -c 300 <<<"$got")"
-    fi
-}
+suite=cli
+. tests/says.sh
 
 check run_greedy 0 '^The capital of France is Paris\.$' "$hoist" run $demo -p 'What is the capital of France?' --temp 0
 check run_raw 0 'the earth' "$hoist" run $demo -p 'In the beginning God created the heaven and' --raw --temp 0 -n 8

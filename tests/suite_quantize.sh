@@ -3,8 +3,8 @@
 # middle; refusals. The checkpoint is quantize_mini.py's.
 #   tests/suite_quantize.sh BUILD
 hoist=$1/hoist demo=models/demo-exl3
-tmp=$(mktemp -d)
-trap 'rm -rf "$tmp"' EXIT
+suite=quantize
+. tests/says.sh
 
 if ! /usr/bin/python3 tests/quantize_mini.py make "$tmp/mini" 2>"$tmp/log"; then
     echo "not ok quantize_make: $(tail -n 1 "$tmp/log")"
@@ -12,18 +12,6 @@ if ! /usr/bin/python3 tests/quantize_mini.py make "$tmp/mini" 2>"$tmp/log"; then
 fi
 
 quantize() { "$hoist" quantize "$tmp/mini" "$@" --calib "$tmp/mini/calib.json" </dev/null; }
-
-check() {        # NAME, expected status, pattern in what it printed, command…
-    local name=$1 status=$2 pattern=$3 got rc
-    shift 3
-    got=$(timeout 60 "$@" 2>&1 </dev/null)
-    rc=$?
-    if [ "$rc" = "$status" ] && grep -qE "$pattern" <<<"$got"; then
-        echo "ok quantize_$name"
-    else
-        echo "not ok quantize_$name: status $rc (expected $status), said: $(head -c 300 <<<"$got")"
-    fi
-}
 
 refuse() { local name=$1 pattern=$2; shift 2; check "$name" 1 "$pattern" "$hoist" quantize "$@"; }
 

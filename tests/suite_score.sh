@@ -3,20 +3,8 @@
 # greedy equality, needles, plots, refusals.
 #   tests/suite_score.sh BUILD
 hoist=$1/hoist demo=models/demo-exl3 shared=../shared/models
-tmp=$(mktemp -d)
-trap 'rm -rf "$tmp"' EXIT
-
-check() {        # NAME, expected status, pattern in what it printed, command…
-    local name=$1 status=$2 pattern=$3 got rc
-    shift 3
-    got=$(timeout 200 "$@" 2>&1 </dev/null)
-    rc=$?
-    if [ "$rc" = "$status" ] && grep -qE "$pattern" <<<"$got"; then
-        echo "ok score_$name"
-    else
-        echo "not ok score_$name: status $rc (expected $status), said: $(head -c 300 <<<"$got")"
-    fi
-}
+suite=score limit=200
+. tests/says.sh
 
 holds() {        # NAME, JSON file, python condition on r (the report) and m (its first model)
     if python3 -c "import json,sys; r = json.load(open('$2')); m = r['models'][0]; sys.exit(not ($3))" 2>"$tmp/why"; then

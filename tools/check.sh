@@ -59,6 +59,9 @@ report tests "$(for f in $(echo "$have" | grep '\.c$'); do
         BEGIN {base = f; sub(/.*\//, "", base)}
         $0 ~ "^" base "[ \t]" {found = 1}
         END {if (!found) print f ": no " base "-test beside it and no line in tests/COVERAGE"}' tests/COVERAGE
+done
+awk '/^[a-z0-9_]+\.c[ \t]/ {print $1}' tests/COVERAGE | while read -r f; do
+    grep -q "/$f\$" <<<"$have" || echo "tests/COVERAGE names a file that is not there: $f"
 done)"
 
 mb=$(git ls-files --cached --others --exclude-standard -z | xargs -0 du -cb 2>/dev/null | awk 'END {print int($1 / 1000000)}')

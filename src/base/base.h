@@ -126,9 +126,8 @@ size_t hx_json_len(const hx_json *j);                            /* members, ele
 const hx_json *hx_json_at(const hx_json *arr, size_t i);
 /* Member i of an object in document order. */
 const hx_json *hx_json_member(const hx_json *obj, size_t i, hx_str *key);
-hx_str hx_json_str(const hx_json *j); /* {NULL,0} unless a string */
-int64_t hx_json_int(const hx_json *j,
-                    int64_t dflt); /* ints, and doubles that are whole */
+hx_str hx_json_str(const hx_json *j);                /* {NULL,0} unless a string */
+int64_t hx_json_int(const hx_json *j, int64_t dflt); /* and doubles that are whole */
 double hx_json_num(const hx_json *j, double dflt);
 bool hx_json_bool(const hx_json *j, bool dflt);
 
@@ -136,9 +135,8 @@ bool hx_json_bool(const hx_json *j, bool dflt);
  * ", " and ": " (insertion order, floats as repr), ensure_ascii as asked. */
 void hx_json_write(hx_sb *b, const hx_json *j);
 void hx_json_write_python(hx_sb *b, const hx_json *j, bool ensure_ascii, int indent);
-void hx_json_put_str(hx_sb *b, hx_str s); /* a quoted, escaped string; invalid
-                                           * UTF-8 becomes U+FFFD */
-void hx_json_put_str_python(hx_sb *b, hx_str s, bool ensure_ascii);
+/* A quoted, escaped string; invalid UTF-8 becomes U+FFFD. */
+void hx_json_put_str(hx_sb *b, hx_str s);
 void hx_json_put_double(hx_sb *b, double v); /* shortest that reads back; as repr() */
 
 /* ---- files ----------------------------------------------------------- */
@@ -148,8 +146,7 @@ typedef struct {
     size_t n;
 } hx_file; /* a read-only mapping */
 
-int hx_file_map(hx_file *out, const char *path,
-                hx_err *err); /* empty files: HX_EFORMAT */
+int hx_file_map(hx_file *out, const char *path, hx_err *err); /* empty: HX_EFORMAT */
 void hx_file_unmap(hx_file *f);
 /* The whole file as bytes, at most max. *out->p is freed with hx_free(). */
 int hx_file_read(const char *path, size_t max, char **out, size_t *n, hx_err *err);

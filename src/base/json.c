@@ -572,7 +572,7 @@ static void put_escape(hx_sb *b, uint32_t cp)
     hx_sb_printf(b, "\\u%04x\\u%04x", 0xd800 + (cp >> 10), 0xdc00 + (cp & 0x3ff));
 }
 
-void hx_json_put_str_python(hx_sb *b, hx_str s, bool ensure_ascii)
+static void put_str_python(hx_sb *b, hx_str s, bool ensure_ascii)
 {
     static const char short_escape[128] = {
         ['"'] = '"',  ['\\'] = '\\', ['\n'] = 'n', ['\r'] = 'r',
@@ -610,7 +610,7 @@ void hx_json_put_str_python(hx_sb *b, hx_str s, bool ensure_ascii)
 
 void hx_json_put_str(hx_sb *b, hx_str s)
 {
-    hx_json_put_str_python(b, s, false);
+    put_str_python(b, s, false);
 }
 
 typedef struct {
@@ -662,7 +662,7 @@ static void put_value(hx_sb *b, json_object *o, const json_style *style, int dep
         put_number(b, o, style->python);
         break;
     case json_type_string:
-        hx_json_put_str_python(b, hx_json_str(hx(o)), style->ascii);
+        put_str_python(b, hx_json_str(hx(o)), style->ascii);
         break;
     case json_type_array:
         n = json_object_array_length(o);
@@ -680,7 +680,7 @@ static void put_value(hx_sb *b, json_object *o, const json_style *style, int dep
         for (e = lh_table_head(json_object_get_object(o)); e != NULL;
              e = lh_entry_next(e)) {
             put_break(b, style, depth + 1, lh_entry_prev(e) == NULL);
-            hx_json_put_str_python(b, hx_str_c(lh_entry_k(e)), style->ascii);
+            put_str_python(b, hx_str_c(lh_entry_k(e)), style->ascii);
             hx_sb_str(b, colon);
             put_value(b, lh_entry_v(e), style, depth + 1);
         }

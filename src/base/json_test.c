@@ -122,7 +122,7 @@ static void check_string(const test_case *c)
 {
     hx_sb b = { 0 };
 
-    hx_json_put_str_python(&b, c->field[1], true);
+    put_str_python(&b, c->field[1], true);
     expect(c, &b, 2);
     hx_sb_free(&b);
     hx_json_put_str(&b, c->field[1]);

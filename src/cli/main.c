@@ -13,17 +13,17 @@
 /* ---- tables ----------------------------------------------------------- */
 
 enum {
-    SERVE = 1,
-    RUN = 2,
-    CHAT = 4,
-    LOGITS = 8,
-    INSPECT = 16,
-    BENCH = 32,
-    CONNECT = 4096,
-    QUANTIZE = 64,
-    SCORE = 1 << 10,
-    PULL = 1 << 11,
-    PLAN = 1 << 13,
+    SERVE = 1 << 0,
+    RUN = 1 << 1,
+    CHAT = 1 << 2,
+    LOGITS = 1 << 3,
+    INSPECT = 1 << 4,
+    BENCH = 1 << 5,
+    CONNECT = 1 << 6,
+    QUANTIZE = 1 << 7,
+    SCORE = 1 << 8,
+    PULL = 1 << 9,
+    PLAN = 1 << 10,
     ENGINE = SERVE | RUN | CHAT | LOGITS | BENCH | SCORE | PLAN
 };
 

@@ -407,12 +407,13 @@ static int first_position(const char *positions, int64_t n, int64_t *from, hx_er
 static int write_floats(const char *path, const float *p, size_t n, hx_err *err)
 {
     FILE *f = fopen(path, "wb");
+    bool good;
 
     if (f == NULL)
         return hx_fail(err, HX_EIO, "%s: %s", path, strerror(errno));
-    if (fwrite(p, sizeof *p, n, f) != n || fclose(f) != 0)
-        return hx_fail(err, HX_EIO, "%s: write failed: %s", path, strerror(errno));
-    return 0;
+    good = fwrite(p, sizeof *p, n, f) == n;
+    good = fclose(f) == 0 && good;
+    return good ? 0 : hx_fail(err, HX_EIO, "%s: write failed: %s", path, strerror(errno));
 }
 
 int cmd_logits(const hx_cli *c)

@@ -81,7 +81,7 @@ void *hx_cpu_work(const hx_dev *d, int worker)
     return (char *)d->scratch + HX_KERN_WORKER_BYTES * (size_t)worker;
 }
 
-float *hx_cpu_shared(const hx_dev *d)
+static float *shared_work(const hx_dev *d)
 {
     return hx_cpu_work(d, hx_pool_size(d->pool));
 }
@@ -372,7 +372,7 @@ static int mix_rows(hx_dev *d, const hx_hc_mix_args *a, hx_err *err)
                   .n_out = n * (2 + n),
                   .width = width,
                   .n_k = (width + HX_KERN_BLOCK - 1) / HX_KERN_BLOCK,
-                  .part = hx_cpu_shared(d) };
+                  .part = shared_work(d) };
     const int64_t block = ROWS * (w.n_out + 1) * w.n_k * (int64_t)sizeof(float);
     const int64_t fit = (int64_t)HX_KERN_SHARED_BYTES(hx_pool_size(d->pool)) / block;
 

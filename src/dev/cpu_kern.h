@@ -117,7 +117,6 @@ typedef struct {
 int hx_cpu_run(hx_dev *d, hx_pool_fn *fn, const void *args, int64_t n, int64_t cost);
 const hx_kern *hx_cpu_kern(const hx_dev *d);
 void *hx_cpu_work(const hx_dev *d, int worker);
-float *hx_cpu_shared(const hx_dev *d);
 
 /* Rows t0 .. t0 + n - 1 of a span that are treated together. */
 typedef struct {

@@ -10,6 +10,13 @@
 
 #define TEXT_FILE_MAX (256u << 20)
 
+/* Rows of a chunk where a GPU has memory for more than HX_PREFILL_ROWS. Experts that come over
+ * a link do so once for each chunk: as many rows as keep the GPU longer than the link (H200:
+ * from 12,000 on), and no more, for others wait for a chunk's end; fewer where they are all
+ * there. */
+#define CHUNK_MAX      16384
+#define CHUNK_RESIDENT 8192
+
 /* ---- open ------------------------------------------------------------- */
 
 static int read_text(const char *dir, const char *name, char **out, size_t *n,
@@ -306,7 +313,7 @@ static int long_chunks(hx_engine *e, const hx_options *opt, hx_err *err)
 {
     const hx_store *s = e->model->store;
     const int64_t most =
-        HX_MIN(s != NULL ? HX_CHUNK_MAX : HX_CHUNK_RESIDENT, e->info.ctx_tokens);
+        HX_MIN(s != NULL ? CHUNK_MAX : CHUNK_RESIDENT, e->info.ctx_tokens);
     int64_t rows = HX_PREFILL_ROWS;
     uint64_t left = 0;
     int rc;
@@ -464,18 +471,21 @@ int hx_open(hx_engine **out, const hx_options *opt, hx_err *err)
                        "must not be negative",
                        (double)opt->decode_share);
     if (opt->max_streams < 0 || opt->max_streams > 64 || opt->ctx_tokens < 0 ||
-        opt->max_queue < 0 || opt->max_queue > 1 << 20 || opt->n_threads < 0)
-        return hx_fail(err, HX_EARG,
-                       "options: %d streams (0..64), %lld context tokens, %lld queue "
-                       "places, %d threads; none may be negative",
-                       opt->max_streams, (long long)opt->ctx_tokens,
-                       (long long)opt->max_queue, opt->n_threads);
+        opt->ctx_tokens > INT32_MAX || opt->max_queue < 0 || opt->max_queue > 1 << 20 ||
+        opt->n_threads < 0)
+        return hx_fail(
+            err, HX_EARG,
+            "options: %d streams (0..64), %lld context tokens (at most 2^31 - 1), "
+            "%lld queue places, %d threads; none may be negative",
+            opt->max_streams, (long long)opt->ctx_tokens, (long long)opt->max_queue,
+            opt->n_threads);
     if (opt->kv < HX_KV_BF16 || opt->kv > HX_KV_FP8)
         return hx_fail(err, HX_EARG, "options: unknown format %d of latents",
                        (int)opt->kv);
     if ((e = hx_new(hx_engine, 1)) == NULL)
         return hx_fail(err, HX_ENOMEM, "engine: no memory");
     pthread_mutex_init(&e->lock, NULL);
+    pthread_mutex_init(&e->score_lock, NULL);
     pthread_condattr_init(&clock);
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
     pthread_cond_init(&e->wake, &clock);
@@ -536,6 +546,7 @@ void hx_close(hx_engine *e)
     hx_free(e->score_logit);
     hx_free(e->score_hidden);
     pthread_cond_destroy(&e->wake);
+    pthread_mutex_destroy(&e->score_lock);
     pthread_mutex_destroy(&e->lock);
     hx_free(e);
 }
@@ -929,7 +940,8 @@ int hx_submit(hx_engine *e, const hx_request *req, hx_stream **out, hx_err *err)
 static int64_t eta_ms(const hx_stream *s)
 {
     const hx_engine *e = s->engine;
-    const double read = (double)s->prefilled, left = (double)(s->n_prompt - s->prefilled),
+    const double read = (double)(s->prefilled - s->cached),
+                 left = (double)(s->n_prompt - s->prefilled),
                  took = (double)(hx_now_us() - s->times.started_us);
     const double wait = s->state == HX_SEQ_QUEUED ? hx_sched_wait_us(e, s->queue + 1) : 0;
 
@@ -986,7 +998,7 @@ static bool take_event(hx_stream *s, hx_event *ev)
     *ev = (hx_event) { 0 };
     fill_common(s, ev);
     if (s->n_ring > 0) {
-        const bool was_high = s->n_ring >= HX_RING_HIGH;
+        const bool was_high = hx_sched_ring_high(s);
 
         take_tokens(s, ev);
         if (was_high)
@@ -1111,12 +1123,19 @@ int hx_score(hx_engine *e, const hx_score_args *a, hx_err *err)
         (rc = check_ids(e, a->ids, a->n_ids, "ids", err)) != 0 ||
         (rc = stream_new(e, &r, &s, err)) != 0)
         return rc;
-    s->score = a;
-    if ((rc = enqueue(s, err)) != 0) {
+    if ((s->score = dup_array(&s->arena, a, 1, sizeof *a)) == NULL)
+        rc = hx_fail(err, HX_ENOMEM, "request: no memory");
+    else
+        rc = enqueue(s, err);
+    if (rc != 0) {
         hx_engine_stream_destroy(s);
         return rc;
     }
     hx_next(s, &ev, -1);
+    /* It may be lost while the engine thread still computes. */
+    pthread_mutex_lock(&e->score_lock);
+    s->left = true;
+    pthread_mutex_unlock(&e->score_lock);
     if (ev.kind == HX_EV_ERROR) {
         rc = ev.err.code;
         if (err != NULL)

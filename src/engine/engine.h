@@ -14,29 +14,16 @@
 #include "model/model.h"
 #include "text/text.h"
 
-#define HX_RING_TOKENS 512 /* tokens that fit the ring of a stream */
-#define HX_RING_HIGH                                                                     \
-    240 /* a reader so far behind pauses its stream: what a stop text                    \
-         * holds back must still fit */
-#define HX_RING_BYTES_HIGH 8192
-#define HX_TOKEN_BYTES     512 /* of one token; longer ones are refused at open */
-#define HX_SCORE_ROWS      16  /* logits rows computed together when scoring */
+#define HX_RING_TOKENS     512  /* tokens that fit the ring of a stream */
+#define HX_RING_BYTES_HIGH 8192 /* of text there: such a reader pauses its stream */
+#define HX_TOKEN_BYTES     512  /* of one token; longer ones are refused at open */
+#define HX_SCORE_ROWS      16   /* logits rows computed together when scoring */
 #define HX_TOP_MAX         20
 #define HX_STOP_MAX        16  /* stop texts of a request */
 #define HX_STOP_BYTES      256 /* of one stop text */
-#define HX_STALL_US                                                                      \
-    (60 * 1000000LL) /* a reader that takes nothing for so long is dropped */
-#define HX_PREFILL_ROWS                                                                  \
-    256 /* rows of a prefill chunk: whole blocks of the 64-token grid */
-/* The same where a GPU has memory for more. Experts that come over a link do so once for each
- * chunk: as many rows as keep the GPU longer than the link (H200: from 12,000 on), and no
- * more, for others wait for a chunk's end; fewer where they are all there. */
-#define HX_CHUNK_MAX      16384
-#define HX_CHUNK_RESIDENT 8192
-#define HX_SNAP_MAX       8  /* of them, inside one chunk */
-#define HX_CUT_MAX        48 /* states kept on the way through one prompt */
-#define HX_MARGIN         256 /* tokens of answer that a request gets memory for when it starts */
-#define HX_PROGRESS_US    100000 /* between two progress events of a stream */
+#define HX_PREFILL_ROWS    256 /* of a prefill chunk: whole blocks of the 64-token grid */
+#define HX_CUT_MAX         48  /* states kept on the way through one prompt ... */
+#define HX_SNAP_MAX        8   /* ... and inside one chunk of it */
 
 /* ---- what runs next (sched_pick.c) ------------------------------------ */
 
@@ -124,7 +111,10 @@ struct hx_stream {
     hx_engine *engine;
     hx_request req; /* arrays live in arena */
     hx_arena arena;
-    const hx_score_args *score; /* a scoring call, else NULL; the caller waits */
+    const hx_score_args
+        *score; /* of hx_score(), in arena, else NULL; what it points to is
+                                 * the caller's */
+    bool left;  /* the caller is gone with that; under engine->score_lock */
 
     /* the engine thread's */
     hx_seq_state state;
@@ -257,6 +247,8 @@ struct hx_engine {
     hx_grammars *grammars;
 
     pthread_mutex_t lock;
+    pthread_mutex_t
+        score_lock; /* held while rows are written to the caller of hx_score() */
     pthread_cond_t wake;
     pthread_t thread;
     bool started;
@@ -318,6 +310,8 @@ int hx_sched_decode(hx_engine *e, const hx_batch *b, hx_err *err);
 void hx_sched_land(hx_engine *e);
 /* What n more requests would wait, in microseconds. Under lock. */
 double hx_sched_wait_us(const hx_engine *e, int64_t n);
+/* The reader is so far behind that the stream pauses. Under lock. */
+bool hx_sched_ring_high(const hx_stream *s);
 void hx_engine_stream_destroy(hx_stream *s); /* engine.c */
 void hx_engine_wake_reader(hx_stream *s);    /* under lock */
 
@@ -401,14 +395,14 @@ bool hx_reuse_disk_load(hx_engine *e, hx_node *n);
 /* reuse.c: kept prefixes. Engine thread, but for ask and status. */
 int hx_reuse_open(hx_engine *e, const hx_options *opt, hx_err *err);
 void hx_reuse_close(hx_engine *e);
-/* Gives s a slot, with what is kept of its prompt; n_done says how much. */
 typedef enum {
     HX_ADMIT_NO,      /* no slot, or too few pages */
     HX_ADMIT_READING, /* later: its state is being read from disk */
     HX_ADMIT_YES
 } hx_admit;
 
-/* n_pages: to be reserved now, those of what is kept among them. */
+/* Gives s a slot, with what is kept of its prompt; n_done says how much. n_pages: to be
+ * reserved now, those of what is kept among them. */
 hx_admit hx_reuse_admit(hx_engine *e, hx_stream *s, int32_t n_pages);
 /* Pages that can still be promised: neither held nor reserved by running streams. */
 int64_t hx_reuse_pages_left(const hx_engine *e);
@@ -424,8 +418,8 @@ void hx_reuse_chunk_begin(hx_engine *e, hx_stream *s, hx_batch *b);
 void hx_reuse_chunk_end(hx_engine *e, hx_stream *s);
 /* Before decode rows: keeps the states of prompts just read, whose first token is out. */
 void hx_reuse_settle(hx_engine *e);
-void hx_reuse_decoded(hx_stream *s,
-                      int64_t n); /* decode rows built the last n of n_done */
+/* Decode rows built the last n of n_done. */
+void hx_reuse_decoded(hx_stream *s, int64_t n);
 /* The stream leaves its slot; keep: its state is whole and may serve others. */
 void hx_reuse_end(hx_engine *e, hx_stream *s, bool keep);
 /* Moves a running stream's state aside, so that it can be admitted again and go on with the

@@ -174,6 +174,36 @@ static void test_stall(void **state)
     hx_close(e);
 }
 
+static void sleep_at_end(void *ud, int64_t layer, const char *what, hx_buf data,
+                         int64_t rows)
+{
+    const hx_engine *e = ud;
+
+    (void)data, (void)rows;
+    if (layer == e->model->desc.n_layer - 1 && strcmp(what, "streams") == 0)
+        usleep(3000000);
+}
+
+/* A call that was given up no longer writes where its caller was. */
+static void test_stalled_score(void **state)
+{
+    hx_engine *e = open_demo(&(hx_options) { .stall_ms = 500, .no_canary = true });
+    float logprob[HX_LEN(hello)], twice[HX_LEN(hello)];
+    const hx_score_args a = { HELLO, .logprob = logprob };
+    hx_err err = { 0 };
+
+    (void)state;
+    assert_int_equal(hx_score(e, &a, &err), 0);
+    assert_true(logprob[0] < 0);
+    hx_graph_tap(e->prefill, sleep_at_end, e);
+    assert_int_equal(hx_score(e, &a, &err), HX_EDEVICE);
+    memset(logprob, 1, sizeof logprob);
+    memset(twice, 1, sizeof twice);
+    wait_fault(e, "", 60000);
+    hx_close(e);
+    assert_memory_equal(logprob, twice, sizeof twice);
+}
+
 /* ---- broken answers --------------------------------------------------------- */
 
 static void expect_broken(hx_engine *e, const hx_request *r, const char *why,
@@ -193,7 +223,7 @@ static void wait_canaries(int64_t n)
 {
     const int64_t start = hx_now_us();
 
-    while (hx_counted(HX_C_canaries_total) < n && hx_now_us() - start < 10000000)
+    while (hx_counted(HX_C_canaries_total) < n && hx_now_us() - start < 60000000)
         usleep(2000);
     assert_int_equal(hx_counted(HX_C_canaries_total), n);
 }
@@ -651,6 +681,7 @@ int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_stall),
+        cmocka_unit_test(test_stalled_score),
         cmocka_unit_test(test_broken_once),
         cmocka_unit_test(test_broken_model),
         cmocka_unit_test(test_canary_repeats),

@@ -114,6 +114,16 @@ static void end_write(hx_reuse *r)
     memset(&r->write, 0, sizeof r->write);
 }
 
+/* Are all pages that the file after from's would hold in memory? Else they are in a file of
+ * another branch only. */
+static bool has_pages(const hx_node *n, const hx_node *from)
+{
+    for (; n->parent != NULL && n != from; n = n->parent)
+        if (n->page < 0 && n->host == NULL)
+            return false;
+    return true;
+}
+
 static void head_of(const hx_reuse *r, const hx_node *n, hx_park_head *h)
 {
     const hx_node *from = r->write.from;
@@ -140,6 +150,11 @@ static void begin_write(hx_engine *e, int64_t idle_us)
         return;
     }
     r->write.from = file_above(n);
+    if (!has_pages(n, r->write.from)) {
+        n->snap->no_file = true;
+        r->write.from = NULL;
+        return;
+    }
     head_of(r, n, &h);
     bytes = hx_park_file_bytes(r->park, &h);
     r->write.n_page = (h.n - h.from + HX_PAGE - 1) / HX_PAGE;
@@ -159,7 +174,7 @@ static void begin_write(hx_engine *e, int64_t idle_us)
         hx_prefix_busy(r->write.from, 1);
 }
 
-/* A copy of the node's page, wherever it is in memory. NULL: nowhere. */
+/* A copy of the node's page, wherever it is in memory. NULL: no memory for it. */
 static hx_blob *page_of(hx_engine *e, const hx_node *n)
 {
     hx_blob *b;
@@ -218,7 +233,7 @@ static void go_on_writing(hx_engine *e, int64_t max)
 
         if (*page != NULL)
             continue;
-        if ((*page = page_of(e, a)) == NULL) { /* on disk only, in another file */
+        if ((*page = page_of(e, a)) == NULL) {
             r->write.node->snap->no_file = true;
             end_write(r);
             return;

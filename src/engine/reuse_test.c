@@ -686,6 +686,50 @@ static void test_disk_budgets(void **state)
     hx_free(a);
 }
 
+/* A state whose first pages are in another's file only is not worth that file. */
+static void test_disk_of_other(void **state)
+{
+    char dir[] = "/tmp/hoist-reuse-XXXXXX";
+    hx_options opt = { .max_streams = 1, .ctx_tokens = 1024, .park_dir = mkdtemp(dir) };
+    int32_t *t = hx_new(int32_t, N_MAX), *u = hx_new(int32_t, N_MAX);
+    answer *a = hx_new(answer, 1);
+    hx_engine *e = open_with(&opt);
+
+    (void)state;
+    make_text(e, t, 400, 600);
+    ask(e, t, 400, 8, a);
+    /* Room for its first file alone, up to its first message. */
+    opt.park_disk_bytes =
+        2 * e->cache->page_bytes + hx_cache_state_bytes(e->cache, 0) + (64 << 10);
+    hx_close(e);
+    e = open_with(&opt);
+    make_text(e, u, 400, 601);
+    memcpy(u, t, 64 * sizeof *t);
+    ask(e, u, 400, 8, a); /* another end, and then others take its pages */
+    make_text(e, u, 1000, 602);
+    hx_stream *s;
+    hx_event ev;
+    assert_int_equal(
+        hx_submit(e,
+                  &(hx_request) {
+                      .tokens = u, .n_tokens = 1000, .max_new = 1, .no_store = true },
+                  &s, NULL),
+        0);
+    while (hx_next(s, &ev, 60000) == 1 && ev.kind != HX_EV_DONE)
+        continue;
+    hx_stream_free(s);
+    hx_close(e); /* would write it */
+    e = open_with(&opt);
+    ask(e, t, 400, 8, a);
+    assert_int_equal(a->end.cached, 128);
+    hx_forget(e);
+    hx_close(e);
+    rmdir(dir);
+    hx_free(t);
+    hx_free(u);
+    hx_free(a);
+}
+
 /* Memory that fails now and then, in the engine and in the files' thread: answers that come
  * have the right bits, and in the end nothing is left. */
 static void test_failing_memory(void **state)
@@ -827,6 +871,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_restart),
         cmocka_unit_test(test_cancels),
         cmocka_unit_test(test_disk_budgets),
+        cmocka_unit_test(test_disk_of_other),
         cmocka_unit_test(test_failing_memory),
         cmocka_unit_test(test_fit),
         cmocka_unit_test(test_fit_is_true),

@@ -9,6 +9,11 @@
 
 #include "engine/engine.h"
 
+#define RING_HIGH   240 /* tokens: what a stop text holds back must still fit the ring */
+#define STALL_US    (60 * 1000000LL) /* a reader that takes nothing for so long is dropped */
+#define PROGRESS_US 100000           /* between two progress events of a stream */
+#define MARGIN      256 /* tokens of answer that a request gets memory for when it starts */
+
 /* ---- the end of a stream ---------------------------------------------- */
 
 static void forget(hx_stream **list, int64_t *n, const hx_stream *s)
@@ -140,9 +145,9 @@ static void end_stream(hx_stream *s, hx_stop stop, int32_t stop_index, const hx_
 
 /* ---- tokens out -------------------------------------------------------- */
 
-static bool ring_high(const hx_stream *s)
+bool hx_sched_ring_high(const hx_stream *s)
 {
-    return s->n_ring >= HX_RING_HIGH || s->n_ring_bytes >= HX_RING_BYTES_HIGH;
+    return s->n_ring >= RING_HIGH || s->n_ring_bytes >= HX_RING_BYTES_HIGH;
 }
 
 /* Under lock. bytes: what of the token's text is shown. */
@@ -408,7 +413,7 @@ static bool can_decode(hx_stream *s)
     if (s->state != HX_SEQ_DECODE)
         return false;
     pthread_mutex_lock(&s->engine->lock);
-    high = ring_high(s);
+    high = hx_sched_ring_high(s);
     pthread_mutex_unlock(&s->engine->lock);
     if (!high)
         s->stalled_us = 0;
@@ -746,7 +751,7 @@ static void score_row(const hx_stream *s, int64_t pos, const float *logit,
         memcpy(a->hidden + at * d, hidden, (size_t)d * sizeof *hidden);
     if (a->logprob != NULL)
         a->logprob[at] =
-            pos + 1 < a->n_tokens ? (float)(logit[a->tokens[pos + 1]] - lse) : 0;
+            pos + 1 < s->n_prompt ? (float)(logit[s->token[pos + 1]] - lse) : 0;
     if (a->top != NULL)
         best_of(logit, n, lse, a->top + at * a->n_top, a->n_top);
     for (int32_t i = 0; a->id_logprob != NULL && i < a->n_ids; i++)
@@ -771,9 +776,11 @@ static int score_chunk(hx_stream *s, hx_err *err)
             (rc = hx_dev_get(e->dev, hidden, hx_graph_hidden(e->prefill),
                              rows * (size_t)e->model->desc.width, err)) != 0)
             return rc;
-        for (int64_t i = 0; i < n; i++)
+        pthread_mutex_lock(&e->score_lock);
+        for (int64_t i = 0; i < n && !s->left; i++)
             score_row(s, p + i, logit + i * e->info.n_vocab,
                       hidden + i * e->model->desc.width);
+        pthread_mutex_unlock(&e->score_lock);
     }
     return 0;
 }
@@ -853,7 +860,7 @@ static void tell_progress(hx_stream *s, bool last)
 {
     const int64_t now = hx_now_us();
 
-    if (!s->req.progress || (!last && now - s->told_us < HX_PROGRESS_US))
+    if (!s->req.progress || (!last && now - s->told_us < PROGRESS_US))
         return;
     s->told_us = now;
     s->progress = true;
@@ -1053,9 +1060,8 @@ static bool reap_one(hx_stream *s, int64_t now)
                 s->state == HX_SEQ_QUEUED ? "in the queue"
                                           : "before the answer was complete");
         end_stream(s, HX_STOP_NONE, -1, &err);
-    } else if (s->stalled_us != 0 && now - s->stalled_us > HX_STALL_US) {
-        hx_fail(&err, HX_ELIMIT, "reader: took no token for %lld s",
-                HX_STALL_US / 1000000);
+    } else if (s->stalled_us != 0 && now - s->stalled_us > STALL_US) {
+        hx_fail(&err, HX_ELIMIT, "reader: took no token for %lld s", STALL_US / 1000000);
         end_stream(s, HX_STOP_NONE, -1, &err);
     } else {
         return false;
@@ -1109,8 +1115,7 @@ static hx_stream *next_waiting(const hx_engine *e)
  * preempted stream feeds its tokens again, or it would be preempted before it is through. */
 static hx_admit admit_one(hx_engine *e, hx_stream *s)
 {
-    const int64_t all = s->n_prompt + s->max_new,
-                  now = HX_MIN(all, s->n_token + HX_MARGIN);
+    const int64_t all = s->n_prompt + s->max_new, now = HX_MIN(all, s->n_token + MARGIN);
     const int32_t need = pages_of(now),
                   others = e->n_run * (1 + pages_of(s->n_token - s->n_prompt));
     const hx_admit got = e->n_run == e->info.max_streams

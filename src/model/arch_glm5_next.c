@@ -343,12 +343,16 @@ static int read_rest(hx_desc *d, const hx_json *config, const hx_json *t,
                            file, (long long)id, HX_LEN(d->eos), (long long)d->n_vocab);
         d->eos[d->n_eos++] = (int32_t)id;
     }
-    d->fp8_block_n = (int32_t)hx_json_int(hx_json_at(block, 0), 128);
-    d->fp8_block_k = (int32_t)hx_json_int(hx_json_at(block, 1), 128);
-    if (d->fp8_block_n < 1 || d->fp8_block_k < 1)
-        return hx_fail(err, HX_EFORMAT,
-                       "%s: quantization_config.weight_block_size must be positive",
-                       file);
+    const int64_t n = hx_json_int(hx_json_at(block, 0), 128),
+                  k = hx_json_int(hx_json_at(block, 1), 128);
+    if (n < 1 || k < 1 || n > INT32_MAX || k > INT32_MAX)
+        return hx_fail(
+            err, HX_EFORMAT,
+            "%s: quantization_config.weight_block_size: [%lld, %lld], expected "
+            "two numbers from 1 on",
+            file, (long long)n, (long long)k);
+    d->fp8_block_n = (int32_t)n;
+    d->fp8_block_k = (int32_t)k;
     return 0;
 }
 

@@ -113,11 +113,11 @@ typedef struct {
 
 /* host_max: bytes of snapshots and parked pages. Becomes the cache's reclaim. The cache
  * must outlive it. */
-/* Memory for a state of n bytes, counted; NULL: none. */
-hx_blob *hx_prefix_new_state(hx_prefix_tree *t, size_t n);
 int hx_prefix_open(hx_prefix_tree **out, struct hx_cache *c, uint64_t host_max,
                    size_t hidden_bytes, hx_err *err);
 void hx_prefix_close(hx_prefix_tree *t);
+/* Memory for a state of n bytes, counted; NULL: none. */
+hx_blob *hx_prefix_new_state(hx_prefix_tree *t, size_t n);
 
 typedef struct {
     const int32_t *token;
@@ -194,8 +194,6 @@ bool hx_prefix_room(hx_prefix_tree *t, uint64_t bytes);
 /* Gives up device pages until n more are free, or none is left. */
 void hx_prefix_reclaim(hx_prefix_tree *t, int32_t n);
 
-/* Adds a snapshot that is on disk with what its file covers: tokens parent->end .. n.
- * Returns NULL when memory is short. */
 typedef struct {
     hx_node *parent;         /* NULL: the root */
     const int32_t *token;    /* [n - parent->end] */
@@ -206,6 +204,8 @@ typedef struct {
     hx_park_name name;
 } hx_prefix_disk;
 
+/* Adds a snapshot that is on disk with what its file covers: tokens parent->end .. n.
+ * Returns NULL when memory is short. */
 hx_node *hx_prefix_add_disk(hx_prefix_tree *t, const hx_prefix_disk *d, int64_t used_us);
 
 #endif

@@ -60,10 +60,9 @@ void hx_weights_close(hx_weights *w);
  * access. fn may be NULL. Errors: HX_EIO: a file became shorter or cannot be read. */
 int hx_weights_advise(hx_weights *w, hx_load_fn *fn, void *ud, hx_err *err);
 
-const hx_tensor *hx_weights_find(const hx_weights *w,
-                                 const char *name); /* NULL: absent */
-bool hx_weights_has(const hx_weights *w,
-                    const char *key); /* would hx_weights_mat find it */
+const hx_tensor *hx_weights_find(const hx_weights *w, const char *name); /* or NULL */
+/* Would hx_weights_mat() find it? */
+bool hx_weights_has(const hx_weights *w, const char *key);
 int64_t hx_weights_count(const hx_weights *w);
 /* Tensor i of 0..count-1: file by file, in the order of their bytes. */
 const hx_tensor *hx_weights_at(const hx_weights *w, int64_t i);
@@ -105,8 +104,8 @@ typedef struct {
     uint64_t lo, hi;
 } hx_sum;
 
-typedef struct hx_sums
-    hx_sums; /* of all tensors of a checkpoint; freed with hx_sums_close() */
+/* Of all tensors of a checkpoint; freed with hx_sums_close(). */
+typedef struct hx_sums hx_sums;
 
 hx_sum hx_sums_of(const void *p, size_t n);
 /* The same, with a call of pause after each piece bytes and after the last; false, and no
@@ -148,8 +147,8 @@ typedef struct {
 int hx_verify_rules(hx_weights *w, hx_verify_report *r, hx_err *err);
 /* Row n of an EXL3 matrix in double, straight from the format's definition; out [m->k_pad]. */
 void hx_verify_row(const hx_mat *m, int64_t n, double *out);
-/* Draws n_mat EXL3 matrices and two rows of each, and compares dev's products with those rows'.
- * Errors: HX_EFORMAT: a product is wrong; names the matrix. */
+/* Draws n_mat EXL3 matrices and two rows of each, and compares what the CPU's kernels make of
+ * them with those rows. Errors: HX_EDEVICE: a product is wrong; names the matrix. HX_ENOMEM. */
 int hx_verify_rows(hx_weights *w, int64_t n_mat, uint64_t seed, hx_verify_report *r,
                    hx_err *err);
 

@@ -207,13 +207,7 @@ static void put_chunk(completion *t, int32_t index, hx_str text, const char *fin
         hx_sb_printf(out, ",\"finish_reason\":\"%s\"}]", finish);
     else
         hx_sb_str(out, ",\"finish_reason\":null}]");
-    if (t->req.usage)
-        hx_sb_str(out, ",\"usage\":null");
-    if (finish != NULL && !t->req.usage) {
-        hx_sb_char(out, ',');
-        hx_openai_write_timings(out, &t->sum);
-    }
-    hx_sb_str(out, "}\n\n");
+    hx_openai_end_chunk(out, &t->req, finish != NULL ? &t->sum : NULL);
 }
 
 static void put_text(completion *t, int32_t index, hx_str text, hx_sb *out)
@@ -338,19 +332,14 @@ static void free_all(completion *t)
         hx_sb_free(&k->lp.tops);
         hx_sb_free(&k->lp.offsets);
     }
-    hx_sb_free(&t->head);
 }
 
 static int on_end(void *ud, int rc)
 {
     completion *t = ud;
-    hx_sb last = { 0 };
 
-    hx_openai_write_last(&last, (hx_str) { t->head.p, t->head.n },
-                         t->req.usage ? &t->sum : NULL);
-    rc = hx_server_end(t->c, rc, (hx_str) { last.p, last.bad ? 0 : last.n }, reply_whole,
-                       t);
-    hx_sb_free(&last);
+    rc = hx_openai_end(t->c, rc,
+                       &(hx_openai_last) { &t->head, &t->req, &t->sum, reply_whole, t });
     free_all(t);
     return rc;
 }

@@ -10,7 +10,8 @@
 #include <stdio.h>
 #include <time.h>
 
-#define LINES "application/x-ndjson"
+#define LINES      "application/x-ndjson"
+#define BODY_DEPTH 160 /* a request may nest 128 deep; what is made of it, deeper */
 #define API_VERSION                                                                      \
     "0.13.0" /* of Ollama, whose API this is; clients ask for a least one */
 
@@ -68,23 +69,14 @@ static void put_member(hx_sb *b, const char *name, const hx_json *value)
     hx_json_write(b, value);
 }
 
-/* Images are bare base64; their first bytes say what they are. */
+/* Images as parts, which api_openai.c refuses: no model here sees any. */
 static void put_images(hx_sb *b, const hx_json *content, const hx_json *images)
 {
     hx_sb_str(b, ",\"content\":[{\"type\":\"text\",\"text\":");
     hx_json_put_str(b, hx_json_str(content));
     hx_sb_char(b, '}');
-    for (size_t i = 0; i < hx_json_len(images); i++) {
-        const hx_str data = hx_json_str(hx_json_at(images, i));
-        const char *type = data.n > 4 && memcmp(data.p, "/9j/", 4) == 0   ? "jpeg"
-                           : data.n > 4 && memcmp(data.p, "UklG", 4) == 0 ? "webp"
-                                                                          : "png";
-
-        hx_sb_printf(b,
-                     ",{\"type\":\"image_url\",\"image_url\":{\"url\":\"data:image/%s;"
-                     "base64,%.*s\"}}",
-                     type, (int)data.n, data.p != NULL ? data.p : "");
-    }
+    for (size_t i = 0; i < hx_json_len(images); i++)
+        hx_sb_str(b, ",{\"type\":\"image_url\"}");
     hx_sb_char(b, ']');
 }
 
@@ -211,6 +203,7 @@ static int read_chat(ollama *o)
 {
     hx_call *c = o->c;
     hx_json *given = c->body;
+    hx_err err = { 0 };
     hx_sb b = { 0 };
     int rc;
 
@@ -223,9 +216,11 @@ static int read_chat(ollama *o)
         put_member(&b, "tools", hx_params_get(given, "tools"));
     rc = put_think(c, &b);
     hx_sb_char(&b, '}');
-    if (rc == 0 &&
-        (b.bad || hx_json_parse(&c->also, (hx_str) { b.p, b.n }, 128, NULL) != 0))
+    if (rc == 0 && b.bad)
         rc = no_memory(c);
+    else if (rc == 0 &&
+             (rc = hx_json_parse(&c->also, (hx_str) { b.p, b.n }, BODY_DEPTH, &err)) != 0)
+        rc = hx_server_problem_err(c, rc, NULL, &err);
     hx_sb_free(&b);
     if (rc != 0)
         return rc;

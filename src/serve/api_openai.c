@@ -468,21 +468,21 @@ int hx_openai_vars(hx_call *c, hx_generate *g)
 
 /* ---- what answers are wrapped in ----------------------------------------- */
 
+static void write_head(hx_sb *b, const char *id, const char *object, hx_str model)
+{
+    hx_sb_printf(b, "{\"id\":\"%s\",\"object\":\"%s\",\"created\":%lld,\"model\":", id,
+                 object, (long long)time(NULL));
+    hx_json_put_str(b, model);
+    hx_sb_str(b, ",\"system_fingerprint\":\"hoist-" HX_VERSION "\",\"choices\":[");
+}
+
 void hx_openai_write_head(hx_sb *b, hx_call *c, const char *prefix, const char *object,
                           hx_str model)
 {
     char id[40];
 
     hx_server_new_id(c->server, prefix, id);
-    hx_openai_write_head_of(b, id, object, model);
-}
-
-void hx_openai_write_head_of(hx_sb *b, const char *id, const char *object, hx_str model)
-{
-    hx_sb_printf(b, "{\"id\":\"%s\",\"object\":\"%s\",\"created\":%lld,\"model\":", id,
-                 object, (long long)time(NULL));
-    hx_json_put_str(b, model);
-    hx_sb_str(b, ",\"system_fingerprint\":\"hoist-" HX_VERSION "\",\"choices\":[");
+    write_head(b, id, object, model);
 }
 
 /* A prompt counts once, however many answers it has. */
@@ -556,6 +556,33 @@ void hx_openai_write_tail(hx_sb *b, const hx_openai_sum *s)
     hx_sb_char(b, ',');
     hx_openai_write_timings(b, s);
     hx_sb_char(b, '}');
+}
+
+void hx_openai_end_chunk(hx_sb *b, const hx_generate *g, const hx_openai_sum *sum)
+{
+    if (g->usage) {
+        hx_sb_str(b, ",\"usage\":null");
+    } else if (sum != NULL) {
+        hx_sb_char(b, ',');
+        hx_openai_write_timings(b, sum);
+    }
+    hx_sb_str(b, "}\n\n");
+}
+
+int hx_openai_end(hx_call *c, int rc, const hx_openai_last *last)
+{
+    hx_sb b = { 0 };
+
+    if (last->req->usage) {
+        hx_sb_add(&b, last->head->p, last->head->n);
+        hx_openai_write_tail(&b, last->sum);
+        hx_sb_str(&b, "\n\n");
+    }
+    hx_sb_str(&b, "data: [DONE]\n\n");
+    rc = hx_server_end(c, rc, (hx_str) { b.p, b.bad ? 0 : b.n }, last->whole, last->ud);
+    hx_sb_free(&b);
+    hx_sb_free(last->head);
+    return rc;
 }
 
 /* ---- answers ------------------------------------------------------------ */
@@ -659,13 +686,7 @@ static void end_chunk(chat *t, int32_t index, const char *finish, hx_sb *out)
     } else {
         hx_sb_str(out, ",\"finish_reason\":null}]");
     }
-    if (t->req.usage)
-        hx_sb_str(out, ",\"usage\":null");
-    if (finish != NULL && !t->req.usage) {
-        hx_sb_char(out, ',');
-        hx_openai_write_timings(out, &t->sum);
-    }
-    hx_sb_str(out, "}\n\n");
+    hx_openai_end_chunk(out, &t->req, finish != NULL ? &t->sum : NULL);
 }
 
 static void stream_reply(chat *t, int32_t index, const hx_reply_event *ev, hx_sb *out)
@@ -781,7 +802,7 @@ static void reply_whole(void *ud)
     chat *t = ud;
     hx_sb b = { 0 };
 
-    hx_openai_write_head_of(&b, t->id, "chat.completion", t->req.model);
+    write_head(&b, t->id, "chat.completion", t->req.model);
     for (int32_t i = 0; i < t->req.n; i++) {
         const choice *k = &t->choice[i];
 
@@ -853,7 +874,7 @@ static void begin_stream(chat *t)
     hx_sb out = { 0 };
 
     hx_sb_str(&t->head, "data: ");
-    hx_openai_write_head_of(&t->head, t->id, "chat.completion.chunk", t->req.model);
+    write_head(&t->head, t->id, "chat.completion.chunk", t->req.model);
     hx_server_begin_stream(t->c, (hx_str) { NULL, 0 });
     for (int32_t i = 0; i < t->req.n; i++) {
         begin_chunk(t, i, &out);
@@ -877,16 +898,6 @@ const hx_stream_form hx_openai_stream = {
     .problem = write_problem,
 };
 
-void hx_openai_write_last(hx_sb *b, hx_str head, const hx_openai_sum *sum)
-{
-    if (sum != NULL) {
-        hx_sb_add(b, head.p, head.n);
-        hx_openai_write_tail(b, sum);
-        hx_sb_str(b, "\n\n");
-    }
-    hx_sb_str(b, "data: [DONE]\n\n");
-}
-
 static void free_choices(chat *t)
 {
     for (int32_t i = 0; t->choice != NULL && i < t->req.n; i++) {
@@ -901,19 +912,14 @@ static void free_choices(chat *t)
         hx_sb_free(&k->reasoning);
         hx_sb_free(&k->logprobs);
     }
-    hx_sb_free(&t->head);
 }
 
 static int on_end(void *ud, int rc)
 {
     chat *t = ud;
-    hx_sb last = { 0 };
 
-    hx_openai_write_last(&last, (hx_str) { t->head.p, t->head.n },
-                         t->req.usage ? &t->sum : NULL);
-    rc = hx_server_end(t->c, rc, (hx_str) { last.p, last.bad ? 0 : last.n }, reply_whole,
-                       t);
-    hx_sb_free(&last);
+    rc = hx_openai_end(t->c, rc,
+                       &(hx_openai_last) { &t->head, &t->req, &t->sum, reply_whole, t });
     free_choices(t);
     return rc;
 }

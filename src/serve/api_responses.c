@@ -510,10 +510,10 @@ static void put_tool(reader *d, const hx_json *tool, hx_str shown, bool custom)
 static int note_tool(reader *d, const hx_responses_tool *t)
 {
     hx_responder *r = d->r;
-    hx_arena *a = &d->c->arena;
 
     if (r->n_tool % 16 == 0) {
-        hx_responses_tool *grown = hx_arena_alloc(a, (r->n_tool + 16) * sizeof *grown);
+        hx_responses_tool *grown =
+            hx_arena_alloc(&d->c->arena, (r->n_tool + 16) * sizeof *grown);
 
         if (grown == NULL)
             return no_memory(d->c);
@@ -521,13 +521,7 @@ static int note_tool(reader *d, const hx_responses_tool *t)
             memcpy(grown, r->tool, r->n_tool * sizeof *grown);
         r->tool = grown;
     }
-    r->tool[r->n_tool++] = (hx_responses_tool) {
-        .shown = { hx_arena_dup(a, t->shown.p, t->shown.n), t->shown.n },
-        .name = { hx_arena_dup(a, t->name.p, t->name.n), t->name.n },
-        .space = { t->space.p != NULL ? hx_arena_dup(a, t->space.p, t->space.n) : NULL,
-                   t->space.n },
-        .custom = t->custom,
-    };
+    r->tool[r->n_tool++] = *t; /* strings of the body, which lives as long */
     return 0;
 }
 

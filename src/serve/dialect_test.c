@@ -325,134 +325,153 @@ static void test_sampling(void **state)
 
 /* ---- what is refused ---------------------------------------------------------------- */
 
-static void test_refused(void **state)
+/* Messages: what the sentence begins with; Responses: the field at fault. */
+typedef struct {
+    const char *path, *body;
+    int status;
+    const char *param;
+} refusal;
+
+static const refusal responses_refused[] = {
+    { "/responses", "{}", 400, "input" },
+    { "/responses", "[]", 400, "(none)" },
+    { "/responses", "{\"input\":7}", 400, "input" },
+    { "/responses", "{\"input\":[]}", 400, "input" },
+    { "/responses", IN("5"), 400, "input[0]" },
+    { "/responses", IN("{\"role\":\"tool\",\"content\":\"x\"}"), 400, "input[0].role" },
+    { "/responses", IN("{\"role\":\"user\"}"), 400, "input[0].content" },
+    { "/responses", IN("{\"role\":\"user\",\"content\":[{\"type\":\"input_file\"}]}"),
+      400, "input[0].content[0]" },
+    { "/responses",
+      IN(USER ",{\"type\":\"function_call\",\"name\":\"f\",\"arguments\":\"{\"}"), 400,
+      "input[1].arguments" },
+    { "/responses",
+      IN(USER ",{\"type\":\"function_call\",\"name\":\"f\",\"arguments\":{}}"), 400,
+      "input[1].arguments" },
+    { "/responses", IN(USER ",{\"type\":\"function_call\",\"arguments\":\"{}\"}"), 400,
+      "input[1].name" },
+    { "/responses", IN("{\"type\":\"custom_tool_call\",\"name\":\"f\"}"), 400,
+      "input[0].input" },
+    { "/responses", IN("{\"type\":\"function_call_output\",\"output\":5}"), 400,
+      "input[0].output" },
+    { "/responses", IN("{\"type\":\"item_reference\",\"id\":\"msg_1\"}"), 404,
+      "input[0]" },
+    { "/responses", "{\"input\":\"x\",\"previous_response_id\":\"resp_1\"}", 404,
+      "previous_response_id" },
+    { "/responses", "{\"input\":\"x\",\"previous_response_id\":1}", 400,
+      "previous_response_id" },
+    { "/responses", "{\"input\":\"x\",\"background\":true}", 400, "background" },
+    { "/responses", "{\"input\":\"x\",\"prompt\":{\"id\":\"p\"}}", 400, "prompt" },
+    { "/responses", "{\"input\":\"x\",\"instructions\":[]}", 400, "instructions" },
+    { "/responses", "{\"input\":\"x\",\"stream\":\"yes\"}", 400, "stream" },
+    { "/responses", "{\"input\":\"x\",\"store\":1}", 400, "store" },
+    { "/responses", "{\"input\":\"x\",\"include\":\"all\"}", 400, "include" },
+    { "/responses", "{\"input\":\"x\",\"reasoning\":\"low\"}", 400, "reasoning" },
+    { "/responses", "{\"input\":\"x\",\"reasoning\":{\"effort\":3}}", 400,
+      "reasoning.effort" },
+    { "/responses", "{\"input\":\"x\",\"text\":{\"format\":{\"type\":\"json_schema\"}}}",
+      400, "text.format" },
+    { "/responses", "{\"input\":\"x\",\"max_output_tokens\":-1}", 400,
+      "max_output_tokens" },
+    { "/responses", "{\"input\":\"x\",\"top_logprobs\":21}", 400, "top_logprobs" },
+    { "/responses", "{\"input\":\"x\",\"tools\":[{\"type\":\"function\"}]}", 400,
+      "tools[0].name" },
+    { "/responses",
+      "{\"input\":\"x\",\"tool_choice\":{\"type\":\"function\",\"name\":"
+      "\"f\"}}",
+      400, "tool_choice" },
+    { "/responses", "{\"input\":\"raise!\"}", 400, "input" },
+};
+
+static const refusal messages_refused[] = {
+    { "/messages", "{}", 400, "messages: found nothing" },
+    { "/messages", "{\"messages\":[", 400, "request body: " },
+    { "/messages", MSG("{\"role\":\"tool\",\"content\":\"x\"}"), 400,
+      "messages[0].role: " },
+    { "/messages", MSG("{\"role\":\"user\"}"), 400, "messages[0].content: " },
+    { "/messages", MSG("{\"role\":\"user\",\"content\":[{\"type\":\"image\"}]}"), 400,
+      "messages[0].content[0]: blocks of type image" },
+    { "/messages",
+      MSG("{\"role\":\"user\",\"content\":[{\"type\":\"tool_result\",\"content\":[{"
+          "\"type\":\"image\"}]}]}"),
+      400, "messages[0].content[0][0]: blocks of type image" },
+    { "/messages", MSG("{\"role\":\"user\",\"content\":[\"x\"]}"), 400,
+      "messages[0].content[0]: expected a block" },
+    { "/messages",
+      MSG("{\"role\":\"assistant\",\"content\":[{\"type\":\"tool_use\",\"name\":"
+          "\"f\","
+          "\"input\":\"{}\"}]}," A_USER),
+      400, "messages[0].content[0].input: " },
+    { "/messages",
+      MSG("{\"role\":\"assistant\",\"content\":[{\"type\":\"thinking\",\"thinking\":"
+          "\"a\",\"signature\":\"hoist.0000000000000000\"}]}," A_USER),
+      400, "messages[0].content[0].signature: " },
+    { "/messages", MSG(A_USER ",{\"role\":\"assistant\",\"content\":\"{\"}"), 400,
+      "messages[1]: the last message" },
+    { "/messages", "{\"system\":5,\"messages\":[" A_USER "]}", 400, "system: " },
+    { "/messages", "{\"system\":[{\"type\":\"image\"}],\"messages\":[" A_USER "]}", 400,
+      "system[0]: " },
+    { "/messages", "{\"max_tokens\":\"x\",\"messages\":[" A_USER "]}", 400,
+      "max_tokens: found string" },
+    { "/messages", "{\"stop_sequences\":\"\",\"messages\":[" A_USER "]}", 400,
+      "stop_sequences: found string" },
+    { "/messages", "{\"tool_choice\":{\"type\":\"some\"},\"messages\":[" A_USER "]}", 400,
+      "tool_choice.type: " },
+    { "/messages",
+      "{\"tool_choice\":{\"type\":\"tool\",\"name\":\"f\"},\"messages\":[" A_USER "]}",
+      400, "tool_choice.name: " },
+    { "/messages", "{\"output_config\":5,\"messages\":[" A_USER "]}", 400,
+      "output_config: found integer" },
+    { "/messages/count_tokens", "{\"messages\":5}", 400, "messages: found integer" },
+    { "/messages", MSG("{\"role\":\"user\",\"content\":\"raise!\"}"), 400,
+      "template: raised" },
+};
+
+static response *refuse(fixture *f, const refusal *c)
 {
-    static const struct {
-        const char *path, *body;
-        int status;
-        const char *param; /* Messages: what the sentence begins with */
-    } cases[] = {
-        { "/responses", "{}", 400, "input" },
-        { "/responses", "[]", 400, "(none)" },
-        { "/responses", "{\"input\":7}", 400, "input" },
-        { "/responses", "{\"input\":[]}", 400, "input" },
-        { "/responses", IN("5"), 400, "input[0]" },
-        { "/responses", IN("{\"role\":\"tool\",\"content\":\"x\"}"), 400,
-          "input[0].role" },
-        { "/responses", IN("{\"role\":\"user\"}"), 400, "input[0].content" },
-        { "/responses", IN("{\"role\":\"user\",\"content\":[{\"type\":\"input_file\"}]}"),
-          400, "input[0].content[0]" },
-        { "/responses",
-          IN(USER ",{\"type\":\"function_call\",\"name\":\"f\",\"arguments\":\"{\"}"),
-          400, "input[1].arguments" },
-        { "/responses",
-          IN(USER ",{\"type\":\"function_call\",\"name\":\"f\",\"arguments\":{}}"), 400,
-          "input[1].arguments" },
-        { "/responses", IN(USER ",{\"type\":\"function_call\",\"arguments\":\"{}\"}"),
-          400, "input[1].name" },
-        { "/responses", IN("{\"type\":\"custom_tool_call\",\"name\":\"f\"}"), 400,
-          "input[0].input" },
-        { "/responses", IN("{\"type\":\"function_call_output\",\"output\":5}"), 400,
-          "input[0].output" },
-        { "/responses", IN("{\"type\":\"item_reference\",\"id\":\"msg_1\"}"), 404,
-          "input[0]" },
-        { "/responses", "{\"input\":\"x\",\"previous_response_id\":\"resp_1\"}", 404,
-          "previous_response_id" },
-        { "/responses", "{\"input\":\"x\",\"previous_response_id\":1}", 400,
-          "previous_response_id" },
-        { "/responses", "{\"input\":\"x\",\"background\":true}", 400, "background" },
-        { "/responses", "{\"input\":\"x\",\"prompt\":{\"id\":\"p\"}}", 400, "prompt" },
-        { "/responses", "{\"input\":\"x\",\"instructions\":[]}", 400, "instructions" },
-        { "/responses", "{\"input\":\"x\",\"stream\":\"yes\"}", 400, "stream" },
-        { "/responses", "{\"input\":\"x\",\"store\":1}", 400, "store" },
-        { "/responses", "{\"input\":\"x\",\"include\":\"all\"}", 400, "include" },
-        { "/responses", "{\"input\":\"x\",\"reasoning\":\"low\"}", 400, "reasoning" },
-        { "/responses", "{\"input\":\"x\",\"reasoning\":{\"effort\":3}}", 400,
-          "reasoning.effort" },
-        { "/responses",
-          "{\"input\":\"x\",\"text\":{\"format\":{\"type\":\"json_schema\"}}}", 400,
-          "text.format" },
-        { "/responses", "{\"input\":\"x\",\"max_output_tokens\":-1}", 400,
-          "max_output_tokens" },
-        { "/responses", "{\"input\":\"x\",\"top_logprobs\":21}", 400, "top_logprobs" },
-        { "/responses", "{\"input\":\"x\",\"tools\":[{\"type\":\"function\"}]}", 400,
-          "tools[0].name" },
-        { "/responses",
-          "{\"input\":\"x\",\"tool_choice\":{\"type\":\"function\",\"name\":"
-          "\"f\"}}",
-          400, "tool_choice" },
-        { "/responses", "{\"input\":\"raise!\"}", 400, "input" },
-        { "/messages", "{}", 400, "messages: found nothing" },
-        { "/messages", "{\"messages\":[", 400, "request body: " },
-        { "/messages", MSG("{\"role\":\"tool\",\"content\":\"x\"}"), 400,
-          "messages[0].role: " },
-        { "/messages", MSG("{\"role\":\"user\"}"), 400, "messages[0].content: " },
-        { "/messages", MSG("{\"role\":\"user\",\"content\":[{\"type\":\"image\"}]}"), 400,
-          "messages[0].content[0]: blocks of type image" },
-        { "/messages",
-          MSG("{\"role\":\"user\",\"content\":[{\"type\":\"tool_result\",\"content\":[{"
-              "\"type\":\"image\"}]}]}"),
-          400, "messages[0].content[0][0]: blocks of type image" },
-        { "/messages", MSG("{\"role\":\"user\",\"content\":[\"x\"]}"), 400,
-          "messages[0].content[0]: expected a block" },
-        { "/messages",
-          MSG("{\"role\":\"assistant\",\"content\":[{\"type\":\"tool_use\",\"name\":"
-              "\"f\","
-              "\"input\":\"{}\"}]}," A_USER),
-          400, "messages[0].content[0].input: " },
-        { "/messages",
-          MSG("{\"role\":\"assistant\",\"content\":[{\"type\":\"thinking\",\"thinking\":"
-              "\"a\",\"signature\":\"hoist.0000000000000000\"}]}," A_USER),
-          400, "messages[0].content[0].signature: " },
-        { "/messages", MSG(A_USER ",{\"role\":\"assistant\",\"content\":\"{\"}"), 400,
-          "messages[1]: the last message" },
-        { "/messages", "{\"system\":5,\"messages\":[" A_USER "]}", 400, "system: " },
-        { "/messages", "{\"system\":[{\"type\":\"image\"}],\"messages\":[" A_USER "]}",
-          400, "system[0]: " },
-        { "/messages", "{\"max_tokens\":\"x\",\"messages\":[" A_USER "]}", 400,
-          "max_tokens: found string" },
-        { "/messages", "{\"stop_sequences\":\"\",\"messages\":[" A_USER "]}", 400,
-          "stop_sequences: found string" },
-        { "/messages", "{\"tool_choice\":{\"type\":\"some\"},\"messages\":[" A_USER "]}",
-          400, "tool_choice.type: " },
-        { "/messages",
-          "{\"tool_choice\":{\"type\":\"tool\",\"name\":\"f\"},\"messages\":[" A_USER
-          "]}",
-          400, "tool_choice.name: " },
-        { "/messages", "{\"output_config\":5,\"messages\":[" A_USER "]}", 400,
-          "output_config: found integer" },
-        { "/messages/count_tokens", "{\"messages\":5}", 400, "messages: found integer" },
-        { "/messages", MSG("{\"role\":\"user\",\"content\":\"raise!\"}"), 400,
-          "template: raised" },
-    };
-    fixture *f = start(&quick, 4, 16, 8192);
     char path[64];
 
-    (void)state;
-    for (size_t i = 0; i < HX_LEN(cases); i++) {
-        snprintf(path, sizeof path, "/v1%s", cases[i].path);
-        response *r = post(f, path, cases[i].body);
-        const bool messages = cases[i].path[1] == 'm';
+    snprintf(path, sizeof path, "/v1%s", c->path);
+    response *r = post(f, path, c->body);
 
-        if (r->status != cases[i].status)
-            print_error("case %zu: %s\n", i, r->body.p);
-        assert_int_equal(r->status, cases[i].status);
-        if (messages) {
-            assert_str(r->json, "type", "error");
-            assert_str(r->json, "error.type", "invalid_request_error");
-            if (strncmp(str_at(r->json, "error.message"), cases[i].param,
-                        strlen(cases[i].param)) != 0)
-                fail_msg("case %zu: %s", i, r->body.p);
-        } else {
-            assert_str(r->json, "error.param", cases[i].param);
-            /* the sentence names it, too */
-            if (cases[i].status == 400 && cases[i].param[0] != '(' &&
-                strncmp(str_at(r->json, "error.message"), "template", 8) != 0)
-                assert_int_equal(strncmp(str_at(r->json, "error.message"), cases[i].param,
-                                         strcspn(cases[i].param, "[.")),
-                                 0);
-        }
-        assert_non_null(strstr(r->raw.p, "\r\nrequest-id: req_"));
+    if (r->status != c->status)
+        fail_msg("%s: status %d, %s", c->body, r->status, r->body.p);
+    assert_non_null(strstr(r->raw.p, "\r\nrequest-id: req_"));
+    return r;
+}
+
+static void test_responses_refused(void **state)
+{
+    fixture *f = start(&quick, 4, 16, 8192);
+
+    (void)state;
+    for (size_t i = 0; i < HX_LEN(responses_refused); i++) {
+        const refusal *c = &responses_refused[i];
+        response *r = refuse(f, c);
+        const char *why = str_at(r->json, "error.message");
+
+        assert_str(r->json, "error.param", c->param);
+        /* the sentence names it, too */
+        if (c->status == 400 && c->param[0] != '(' && strncmp(why, "template", 8) != 0)
+            assert_int_equal(strncmp(why, c->param, strcspn(c->param, "[.")), 0);
+        done(r);
+    }
+    stop(f);
+}
+
+static void test_messages_refused(void **state)
+{
+    fixture *f = start(&quick, 4, 16, 8192);
+
+    (void)state;
+    for (size_t i = 0; i < HX_LEN(messages_refused); i++) {
+        const refusal *c = &messages_refused[i];
+        response *r = refuse(f, c);
+
+        assert_str(r->json, "type", "error");
+        assert_str(r->json, "error.type", "invalid_request_error");
+        if (strncmp(str_at(r->json, "error.message"), c->param, strlen(c->param)) != 0)
+            fail_msg("%s: %s", c->body, r->body.p);
         done(r);
     }
     stop(f);
@@ -1096,7 +1115,8 @@ int main(void)
         cmocka_unit_test(test_messages_in),
         cmocka_unit_test(test_thinking_switch),
         cmocka_unit_test(test_sampling),
-        cmocka_unit_test(test_refused),
+        cmocka_unit_test(test_responses_refused),
+        cmocka_unit_test(test_messages_refused),
         cmocka_unit_test(test_other_errors),
         cmocka_unit_test(test_overflow),
         cmocka_unit_test(test_response_events),

@@ -64,6 +64,24 @@ int hx_params_int(hx_call *c, const hx_json *obj, const char *name, int64_t min,
     return 0;
 }
 
+int hx_params_num(hx_call *c, const hx_json *obj, const char *name, double min,
+                  double max, double *out)
+{
+    const hx_json *j = hx_params_get(obj, name);
+    const hx_json_type k = hx_json_kind(j);
+    const double v = hx_json_num(j, 0);
+
+    if (j == NULL)
+        return 0;
+    if (k != HX_JSON_INT && k != HX_JSON_DOUBLE)
+        return wrong_type(c, name, "a number", j);
+    if (!(v >= min && v <= max))
+        return hx_server_problem(c, 400, name, "invalid_value", "%s: %g, expected %g..%g",
+                                 name, v, min, max);
+    *out = v;
+    return 0;
+}
+
 int hx_params_str(hx_call *c, const hx_json *obj, const char *name, hx_str *out)
 {
     const hx_json *j = hx_params_get(obj, name);
@@ -128,20 +146,13 @@ static int read_numbers(hx_call *c, hx_request *r)
 {
     for (size_t i = 0; i < HX_LEN(numbers); i++) {
         const number *d = &numbers[i];
-        const hx_json *j = hx_params_get(c->body, d->name);
-        const hx_json_type k = hx_json_kind(j);
-        const double v = hx_json_num(j, 0);
+        float *at = (float *)(void *)((char *)r + d->at);
+        double v = (double)*at;
+        int rc;
 
-        if (j == NULL)
-            continue;
-        if (k != HX_JSON_INT && k != HX_JSON_DOUBLE)
-            return wrong_type(c, d->name, "a number", j);
-        if (!(v >= d->min && v <= d->max))
-            return hx_server_problem(c, 400, d->name, "invalid_value",
-                                     "%s: %g, expected %g..%g", d->name, v, d->min,
-                                     d->max);
-        const float f = (float)v;
-        memcpy((char *)r + d->at, &f, sizeof f);
+        if ((rc = hx_params_num(c, c->body, d->name, d->min, d->max, &v)) != 0)
+            return rc;
+        *at = (float)v;
     }
     return 0;
 }
@@ -268,9 +279,8 @@ static int read_integers(hx_call *c, hx_generate *g)
     return 0;
 }
 
-/* The answer keeps to a grammar: its source is the JSON of v, or the text of a string. */
-static int set_grammar(hx_call *c, hx_generate *g, hx_grammar_kind kind,
-                       const char *param, const hx_json *v)
+int hx_params_grammar(hx_call *c, hx_generate *g, hx_grammar_kind kind, const char *param,
+                      const hx_json *v)
 {
     hx_sb text = { 0 };
     char *copy;
@@ -306,7 +316,7 @@ static int read_response_format(hx_call *c, hx_generate *g)
     if (hx_str_is(type, "text"))
         return 0;
     if (hx_str_is(type, "json_object"))
-        return set_grammar(c, g, HX_GRAMMAR_JSON, "response_format", NULL);
+        return hx_params_grammar(c, g, HX_GRAMMAR_JSON, "response_format", NULL);
     if (!hx_str_is(type, "json_schema"))
         return hx_server_problem(c, 400, "response_format", "invalid_value",
                                  "response_format.type: expected \"text\", "
@@ -315,7 +325,7 @@ static int read_response_format(hx_call *c, hx_generate *g)
         return hx_server_problem(
             c, 400, "response_format", "invalid_value",
             "response_format.json_schema.schema: expected an object");
-    return set_grammar(c, g, HX_GRAMMAR_JSON_SCHEMA, "response_format", schema);
+    return hx_params_grammar(c, g, HX_GRAMMAR_JSON_SCHEMA, "response_format", schema);
 }
 
 /* One field that asks for a grammar, of the body or of an object in it. */
@@ -340,7 +350,7 @@ static int read_guide(hx_call *c, hx_generate *g, const guide *d)
                           : d->type == HX_JSON_ARRAY  ? "a list of strings"
                                                       : "a string",
                           v);
-    return set_grammar(c, g, d->kind, d->name, is_switch ? NULL : v);
+    return hx_params_grammar(c, g, d->kind, d->name, is_switch ? NULL : v);
 }
 
 /* What the answer must keep to, by the names of OpenAI, vLLM (guided_*, later
@@ -473,24 +483,6 @@ int hx_params_sampling(hx_call *c, hx_generate *g)
 
 /* ---- for dialects with names of their own -------------------------------- */
 
-int hx_params_num(hx_call *c, const hx_json *obj, const char *name, double min,
-                  double max, double *out)
-{
-    const hx_json *j = hx_params_get(obj, name);
-    const hx_json_type k = hx_json_kind(j);
-    const double v = hx_json_num(j, 0);
-
-    if (j == NULL)
-        return 0;
-    if (k != HX_JSON_INT && k != HX_JSON_DOUBLE)
-        return wrong_type(c, name, "a number", j);
-    if (!(v >= min && v <= max))
-        return hx_server_problem(c, 400, name, "invalid_value", "%s: %g, expected %g..%g",
-                                 name, v, min, max);
-    *out = v;
-    return 0;
-}
-
 int hx_params_shared(hx_call *c, const hx_json *obj, hx_generate *g)
 {
     hx_json *body = c->body;
@@ -513,10 +505,4 @@ int hx_params_shared(hx_call *c, const hx_json *obj, hx_generate *g)
     if (r->top_p == 0 && hx_params_get(obj, "top_p") != NULL)
         r->top_p = 1e-6f;
     return rc;
-}
-
-int hx_params_grammar(hx_call *c, hx_generate *g, hx_grammar_kind kind, const char *param,
-                      const hx_json *v)
-{
-    return set_grammar(c, g, kind, param, v);
 }

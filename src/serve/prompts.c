@@ -13,20 +13,25 @@ static int no_memory(hx_call *c, const char *param)
                              "%s: too large for the memory of a request", param);
 }
 
-/* Byte-level tokens have at least one byte each; past the context the count alone is
- * needed. */
+/* Byte-level tokens have at least one byte each, so there are no more ids than bytes, unless
+ * NFC makes the text longer: then once more. Past the context the count alone is needed. */
 int hx_prompts_tokenize(hx_call *c, const char *param, hx_str text, hx_prompt *out)
 {
-    const int64_t cap = HX_MIN((int64_t)text.n, c->info->ctx_tokens);
-    int32_t *id = hx_arena_alloc(&c->arena, (size_t)HX_MAX(cap, 1) * sizeof *id);
+    int64_t cap = HX_MIN((int64_t)text.n, c->info->ctx_tokens), had;
 
-    if (id == NULL)
-        return no_memory(c, param);
-    out->id = id;
-    out->n = hx_tokenize(c->engine, text, true, id, cap);
-    if (out->n < 0)
-        return hx_server_problem(c, 400, param, "invalid_value", "%s: %s", param,
-                                 hx_strerror((int)out->n));
+    do {
+        int32_t *id = hx_arena_alloc(&c->arena, (size_t)HX_MAX(cap, 1) * sizeof *id);
+
+        if (id == NULL)
+            return no_memory(c, param);
+        out->id = id;
+        out->n = hx_tokenize(c->engine, text, true, id, cap);
+        if (out->n < 0)
+            return hx_server_problem(c, 400, param, "invalid_value", "%s: %s", param,
+                                     hx_strerror((int)out->n));
+        had = cap;
+        cap = HX_MIN(out->n, c->info->ctx_tokens);
+    } while (cap > had);
     return 0;
 }
 

@@ -242,22 +242,6 @@ void hx_stats_write_health(hx_sb *b, hx_engine *e, bool *healthy);
 int hx_stats_slots(hx_call *c); /* GET /slots */
 int hx_stats_all(hx_call *c);   /* GET /stats */
 
-/* ---- params.c: typed fields of a request -------------------------------- */
-
-/* A member of the body; NULL when absent or null. */
-const hx_json *hx_params_get(const hx_json *obj, const char *name);
-/* These set *out where the field is there; else leave it. A wrong type or a value out of
- * range is a problem that names the field. */
-int hx_params_bool(hx_call *c, const hx_json *obj, const char *name, bool *out);
-int hx_params_int(hx_call *c, const hx_json *obj, const char *name, int64_t min,
-                  int64_t max, int64_t *out);
-int hx_params_str(hx_call *c, const hx_json *obj, const char *name, hx_str *out);
-int hx_params_num(hx_call *c, const hx_json *obj, const char *name, double min,
-                  double max, double *out);
-/* A list of token ids, in the call's arena; param names it in problems. */
-int hx_params_ids(hx_call *c, const hx_json *list, const char *param, const int32_t **out,
-                  int64_t *n);
-
 /* ---- generate.c: the one path from a neutral request to answers --------- */
 
 typedef struct {
@@ -350,12 +334,53 @@ typedef struct {
     void (*progress)(void *ud, const hx_gen_progress *p, hx_sb *out); /* NULL: comments */
     void *ud;    /* in the call's arena */
     bool stream; /* an event stream has begun and takes what event() writes */
-    hx_str
-        waiting; /* an event that goes out now and then while nothing else does, or {NULL,
-                     * 0}: comments tell how far the answer is. Borrowed until the end */
+    /* An event that goes out now and then while nothing else does, or {NULL, 0}: comments
+     * tell how far the answer is. Borrowed until the end. */
+    hx_str waiting;
 } hx_gen_sink;
 
 typedef struct hx_gen hx_gen;
+
+/* Whether the prompts are few and short enough; hx_gen_open() does this by itself. */
+int hx_gen_check(hx_call *c, const hx_generate *g);
+/* Renders, tokenizes and submits; afterwards the request can only fail in the engine.
+ * Lives in the call's arena; ends with hx_gen_start() or hx_gen_close(). */
+int hx_gen_open(hx_gen **out, hx_call *c, const hx_generate *g);
+/* The pump takes over the call and finishes it. Returns HX_LATER. */
+int hx_gen_start(hx_gen *g, const hx_gen_sink *sink);
+void hx_gen_close(hx_gen *g); /* cancels what still runs */
+/* Ends the answers of a started one where they are. Any thread, but not once sink.end()
+ * is called. */
+void hx_gen_cancel(hx_gen *g);
+/* Tokens of the prompt that hx_gen_open() would submit for a chat. */
+int hx_gen_count_prompt(hx_call *c, const hx_generate *g, int64_t *n);
+int64_t hx_gen_count_chars(hx_str utf8);
+/* Before hx_gen_start(): the name that hx_gen_end_thinking() finds it by; copied. */
+void hx_gen_set_id(hx_gen *g, const char *id);
+/* Ends the reasoning of a running generation; false: there is none of that id. Any
+ * thread. */
+bool hx_gen_end_thinking(hx_pump *p, hx_str id);
+
+/* One thread that serves all generations; none ever waits for its client. */
+int hx_gen_open_pump(hx_pump **out, hx_http *http, hx_err *err);
+/* Waits until all have ended; none may be started any more. NULL is fine. */
+void hx_gen_close_pump(hx_pump *p);
+
+/* ---- params.c: typed fields of a request, how to sample ---------------- */
+
+/* A member of the body; NULL when absent or null. */
+const hx_json *hx_params_get(const hx_json *obj, const char *name);
+/* These set *out where the field is there; else leave it. A wrong type or a value out of
+ * range is a problem that names the field. */
+int hx_params_bool(hx_call *c, const hx_json *obj, const char *name, bool *out);
+int hx_params_int(hx_call *c, const hx_json *obj, const char *name, int64_t min,
+                  int64_t max, int64_t *out);
+int hx_params_str(hx_call *c, const hx_json *obj, const char *name, hx_str *out);
+int hx_params_num(hx_call *c, const hx_json *obj, const char *name, double min,
+                  double max, double *out);
+/* A list of token ids, in the call's arena; param names it in problems. */
+int hx_params_ids(hx_call *c, const hx_json *list, const char *param, const int32_t **out,
+                  int64_t *n);
 
 /* Reads the sampling fields that all dialects of OpenAI's family share. */
 int hx_params_sampling(hx_call *c, hx_generate *g);
@@ -391,31 +416,6 @@ int hx_prompts_tokenize(hx_call *c, const char *param, hx_str text, hx_prompt *o
 /* before and after as the model's own markers for filling in the middle want them. */
 int hx_prompts_infill(hx_call *c, const char *param, hx_str before, hx_str after,
                       hx_prompt *out);
-
-/* Whether the prompts are few and short enough; hx_gen_open() does this by itself. */
-int hx_gen_check(hx_call *c, const hx_generate *g);
-/* Renders, tokenizes and submits; afterwards the request can only fail in the engine.
- * Lives in the call's arena; ends with hx_gen_start() or hx_gen_close(). */
-int hx_gen_open(hx_gen **out, hx_call *c, const hx_generate *g);
-/* The pump takes over the call and finishes it. Returns HX_LATER. */
-int hx_gen_start(hx_gen *g, const hx_gen_sink *sink);
-void hx_gen_close(hx_gen *g); /* cancels what still runs */
-/* Ends the answers of a started one where they are. Any thread, but not once sink.end()
- * is called. */
-void hx_gen_cancel(hx_gen *g);
-/* Tokens of the prompt that hx_gen_open() would submit for a chat. */
-int hx_gen_count_prompt(hx_call *c, const hx_generate *g, int64_t *n);
-int64_t hx_gen_count_chars(hx_str utf8);
-/* Before hx_gen_start(): the name that hx_gen_end_thinking() finds it by; copied. */
-void hx_gen_set_id(hx_gen *g, const char *id);
-/* Ends the reasoning of a running generation; false: there is none of that id. Any
- * thread. */
-bool hx_gen_end_thinking(hx_pump *p, hx_str id);
-
-/* One thread that serves all generations; none ever waits for its client. */
-int hx_gen_open_pump(hx_pump **out, hx_http *http, hx_err *err);
-/* Waits until all have ended; none may be started any more. NULL is fine. */
-void hx_gen_close_pump(hx_pump *p);
 
 /* ---- toolset.c: tools of a request ----------------------------------------- */
 
@@ -492,11 +492,18 @@ void hx_openai_write_progress(hx_sb *b, const hx_gen_progress *p);
  * ],"usage":…,"timings":…}. The first makes an id that begins with prefix. */
 void hx_openai_write_head(hx_sb *b, hx_call *c, const char *prefix, const char *object,
                           hx_str model);
-void hx_openai_write_head_of(hx_sb *b, const char *id, const char *object, hx_str model);
 void hx_openai_write_tail(hx_sb *b, const hx_openai_sum *s);
-/* The end of a stream: a chunk with the sum, unless that is NULL, and [DONE]. head: of
- * every chunk, up to its choices. */
-void hx_openai_write_last(hx_sb *b, hx_str head, const hx_openai_sum *sum);
+/* Ends a chunk after its choices; sum: an answer is over with it, else NULL. */
+void hx_openai_end_chunk(hx_sb *b, const hx_generate *g, const hx_openai_sum *sum);
+/* As hx_server_end(): a stream ends with the sum, where it was asked for, and [DONE]. */
+typedef struct {
+    hx_sb *head; /* of every chunk, up to its choices; freed */
+    const hx_generate *req;
+    const hx_openai_sum *sum;
+    void (*whole)(void *ud);
+    void *ud;
+} hx_openai_last;
+int hx_openai_end(hx_call *c, int rc, const hx_openai_last *last);
 extern const hx_stream_form hx_openai_stream, hx_responses_stream, hx_anthropic_stream,
     hx_ollama_chat_stream, hx_ollama_generate_stream;
 /* The messages, tools and switches of a chat request as the template's variables. */

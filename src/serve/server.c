@@ -2,9 +2,10 @@
  * answers, and the small routes themselves (health, models, metrics, tokenize,
  * detokenize; stats.c has the state of the engine).
  *
- * run.c opens and runs it. route_request() runs on the loop thread and must never block,
- * parse a body or call the engine; all else begins on a worker. Generations go on in
- * generate.c, so a worker has each call for a short while only, but for slow calls. */
+ * run.c opens and runs it. route_request() runs on the loop thread and must never block or
+ * parse a body, and asks the engine for its figures only; all else begins on a worker.
+ * Generations go on in generate.c, so a worker has each call for a short while only, but
+ * for slow calls. */
 #include "serve/serve.h"
 
 #include <pthread.h>
@@ -399,7 +400,6 @@ static int tokenize_chat(hx_call *c)
     return rc;
 }
 
-/* Byte-level tokens have at least one byte each, so text.n ids always suffice. */
 static int tokenize(hx_call *c)
 {
     static const char *const names[] = { "content", "prompt", "text" };
@@ -419,14 +419,14 @@ static int tokenize(hx_call *c)
                                  "content: missing; a string to tokenize, or messages");
     if ((rc = hx_params_bool(c, c->body, "parse_special", &special)) != 0)
         return rc;
-    if ((id = hx_arena_alloc(&c->arena, HX_MAX(text.n, 1u) * sizeof *id)) == NULL)
+    if ((n = hx_tokenize(c->engine, text, special, NULL, 0)) < 0)
+        return hx_server_problem(c, 400, "content", "invalid_value", "content: %s",
+                                 hx_strerror((int)n));
+    if ((id = hx_arena_alloc(&c->arena, (size_t)HX_MAX(n, 1) * sizeof *id)) == NULL)
         return hx_server_problem(c, 413, "content", "request_too_large",
                                  "content: %zu bytes are too many to tokenize at once",
                                  text.n);
-    n = hx_tokenize(c->engine, text, special, id, (int64_t)text.n);
-    if (n < 0)
-        return hx_server_problem(c, 400, "content", "invalid_value", "content: %s",
-                                 hx_strerror((int)n));
+    hx_tokenize(c->engine, text, special, id, n);
     return write_tokens(c, id, n);
 }
 

@@ -240,8 +240,6 @@ typedef struct hx_jbuf {
 
 bool hx_jbuf_reserve(hx_jbuf *b, size_t n);
 void hx_jbuf_add(hx_jbuf *b, const char *p, size_t n, const uint8_t *mark, bool user);
-void hx_jbuf_lit(hx_jbuf *b, const char *s);
-void hx_jbuf_sub(hx_jbuf *b, const hx_jstr *s, size_t off, size_t n);
 void hx_jbuf_put(hx_jbuf *b, const hx_jstr *s);
 hx_jval hx_jbuf_done(hx_jbuf *b, bool safe);
 
@@ -249,12 +247,11 @@ hx_jval hx_jstr_new(hx_jvm *vm, const char *p, size_t n, bool user); /* borrows 
 hx_jval hx_jstr_sub(hx_jvm *vm, const hx_jstr *s, size_t off, size_t n);
 hx_jval hx_jstr_cat(hx_jvm *vm, const hx_jstr *a, const hx_jstr *b, bool safe);
 hx_jval hx_jstr_escape(hx_jvm *vm, const hx_jstr *s);
-bool hx_jstr_eq(const hx_jstr *a, const hx_jstr *b);
 bool hx_jstr_is(const hx_jstr *a, const char *b);
 size_t hx_jstr_seek(hx_jvm *vm, const hx_jstr *s, size_t i); /* byte of code point i */
 size_t hx_jstr_len(const hx_jstr *s, size_t off);            /* bytes of the one at off */
-size_t hx_jstr_before(const char *p,
-                      size_t at);    /* where the one that ends at at begins */
+/* Where the code point that ends at at begins. */
+size_t hx_jstr_before(const char *p, size_t at);
 bool hx_jinja_is_space(uint32_t cp); /* str.isspace() */
 
 /* ---- jinja_val.c: values --------------------------------------------- */

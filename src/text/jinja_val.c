@@ -120,19 +120,19 @@ void hx_jbuf_add(hx_jbuf *b, const char *p, size_t n, const uint8_t *mark, bool 
     b->n += n;
 }
 
-void hx_jbuf_lit(hx_jbuf *b, const char *s)
+static void put_lit(hx_jbuf *b, const char *s)
 {
     hx_jbuf_add(b, s, strlen(s), NULL, false);
 }
 
-void hx_jbuf_sub(hx_jbuf *b, const hx_jstr *s, size_t off, size_t n)
+static void put_sub(hx_jbuf *b, const hx_jstr *s, size_t off, size_t n)
 {
     hx_jbuf_add(b, s->p + off, n, s->mark ? s->mark + off : NULL, s->user);
 }
 
 void hx_jbuf_put(hx_jbuf *b, const hx_jstr *s)
 {
-    hx_jbuf_sub(b, s, 0, s->n);
+    put_sub(b, s, 0, s->n);
 }
 
 /* Other text in the place of the byte off of s, with its mark. */
@@ -217,14 +217,14 @@ hx_jval hx_jstr_escape(hx_jvm *vm, const hx_jstr *s)
     for (size_t i = 0; i < s->n; i++) {
         const char *at = memchr(FROM, s->p[i], sizeof FROM - 1);
         if (at == NULL)
-            hx_jbuf_sub(&b, s, i, 1);
+            put_sub(&b, s, i, 1);
         else
             put_for(&b, s, i, INTO[at - FROM], strlen(INTO[at - FROM]));
     }
     return hx_jbuf_done(&b, true);
 }
 
-bool hx_jstr_eq(const hx_jstr *a, const hx_jstr *b)
+static bool same_text(const hx_jstr *a, const hx_jstr *b)
 {
     return a->n == b->n && memcmp(a->p, b->p, a->n) == 0;
 }
@@ -346,7 +346,7 @@ hx_jval hx_jval_hint(hx_jvm *vm, const char *fmt, ...)
     va_start(ap, fmt);
     vsnprintf(text, sizeof text, fmt, ap);
     va_end(ap);
-    hx_jbuf_lit(&b, text);
+    put_lit(&b, text);
     hx_jval v = hx_jbuf_done(&b, false);
     v.t = HX_J_UNDEF;
     v.flag = true;
@@ -466,7 +466,7 @@ static hx_jval json_number(hx_jvm *vm, const hx_json *j)
         hx_jvm_fail(vm, HX_ENOMEM, "no memory for a number");
     } else if (strspn(b.p, "-0123456789") == b.n) {
         hx_jbuf digits = { .vm = vm };
-        hx_jbuf_lit(&digits, b.p);
+        put_lit(&digits, b.p);
         v = hx_jbuf_done(&digits, false);
         v.t = HX_J_BIG;
     }
@@ -535,17 +535,17 @@ static void put_number(writer *w, hx_jval v)
 
     if (v.t == HX_J_INT) {
         snprintf(text, sizeof text, "%lld", (long long)v.u.i);
-        hx_jbuf_lit(&w->b, text);
+        put_lit(&w->b, text);
     } else if (!isfinite(d)) {
-        hx_jbuf_lit(&w->b, !isnan(d) && d < 0 ? "-" : "");
-        hx_jbuf_lit(&w->b, isnan(d) ? (w->json ? "NaN" : "nan")
-                                    : (w->json ? "Infinity" : "inf"));
+        put_lit(&w->b, !isnan(d) && d < 0 ? "-" : "");
+        put_lit(&w->b,
+                isnan(d) ? (w->json ? "NaN" : "nan") : (w->json ? "Infinity" : "inf"));
     } else {
         hx_json_put_double(&sb, d);
         if (sb.bad)
             hx_jvm_fail(w->vm, HX_ENOMEM, "no memory for a number");
         else
-            hx_jbuf_lit(&w->b, sb.p);
+            put_lit(&w->b, sb.p);
         hx_sb_free(&sb);
     }
 }
@@ -560,8 +560,8 @@ static void put_quoted(writer *w, const hx_jstr *s)
     char text[16];
     size_t n;
 
-    hx_jbuf_lit(&w->b, s->safe && !w->json ? "Markup(" : "");
-    hx_jbuf_lit(&w->b, quote);
+    put_lit(&w->b, s->safe && !w->json ? "Markup(" : "");
+    put_lit(&w->b, quote);
     for (size_t i = 0; i < s->n && w->vm->rc == 0; i += n) {
         const int32_t cp = cp_at(s, i, &n);
         const utf8proc_category_t kind =
@@ -584,17 +584,17 @@ static void put_quoted(writer *w, const hx_jstr *s)
         if (text[0] != 0)
             put_for(&w->b, s, i, text, strlen(text));
         else
-            hx_jbuf_sub(&w->b, s, i, n);
+            put_sub(&w->b, s, i, n);
     }
-    hx_jbuf_lit(&w->b, quote);
-    hx_jbuf_lit(&w->b, s->safe && !w->json ? ")" : "");
+    put_lit(&w->b, quote);
+    put_lit(&w->b, s->safe && !w->json ? ")" : "");
 }
 
 static void put_break(writer *w, size_t level)
 {
     if (w->indent == NULL)
         return;
-    hx_jbuf_lit(&w->b, "\n");
+    put_lit(&w->b, "\n");
     for (size_t i = 0; i < level && w->vm->rc == 0; i++)
         hx_jbuf_put(&w->b, w->indent);
 }
@@ -633,22 +633,22 @@ static void put_dict(writer *w, hx_jval dict, size_t level)
     const hx_jlist *d = dict.u.q, *keys = w->sort ? hx_jval_seq(w->vm, dict) : NULL;
     const uint32_t *at = keys ? sorted(w->vm, keys->v, keys->n, false) : NULL;
 
-    hx_jbuf_lit(&w->b, "{");
+    put_lit(&w->b, "{");
     for (size_t i = 0; i < d->n / 2 && w->vm->rc == 0; i++) {
         const hx_jval *e = &d->v[2 * (at ? at[i] : i)];
         const char *quote = w->json && e->t != HX_J_STR ? "\"" : "";
         if (i > 0)
             hx_jbuf_put(&w->b, w->item);
         put_break(w, level + 1);
-        hx_jbuf_lit(&w->b, quote);
+        put_lit(&w->b, quote);
         put_value(w, e[0], 0);
-        hx_jbuf_lit(&w->b, quote);
+        put_lit(&w->b, quote);
         hx_jbuf_put(&w->b, w->key);
         put_value(w, e[1], level + 1);
     }
     if (d->n > 0)
         put_break(w, level);
-    hx_jbuf_lit(&w->b, "}");
+    put_lit(&w->b, "}");
 }
 
 static void put_items(writer *w, hx_jval v, size_t level)
@@ -656,7 +656,7 @@ static void put_items(writer *w, hx_jval v, size_t level)
     const hx_jlist *q = v.u.q;
     const bool tuple = v.t == HX_J_TUPLE && !w->json;
 
-    hx_jbuf_lit(&w->b, tuple ? "(" : "[");
+    put_lit(&w->b, tuple ? "(" : "[");
     for (size_t i = 0; i < q->n && w->vm->rc == 0; i++) {
         if (i > 0)
             hx_jbuf_put(&w->b, w->item);
@@ -665,7 +665,7 @@ static void put_items(writer *w, hx_jval v, size_t level)
     }
     if (q->n > 0)
         put_break(w, level);
-    hx_jbuf_lit(&w->b, !tuple ? "]" : q->n == 1 ? ",)" : ")");
+    put_lit(&w->b, !tuple ? "]" : q->n == 1 ? ",)" : ")");
 }
 
 static void put_value(writer *w, hx_jval v, size_t level)
@@ -674,11 +674,10 @@ static void put_value(writer *w, hx_jval v, size_t level)
         return;
     switch ((hx_jtype)v.t) {
     case HX_J_NONE:
-        hx_jbuf_lit(&w->b, w->json ? "null" : "None");
+        put_lit(&w->b, w->json ? "null" : "None");
         break;
     case HX_J_BOOL:
-        hx_jbuf_lit(&w->b,
-                    w->json ? (v.u.i ? "true" : "false") : (v.u.i ? "True" : "False"));
+        put_lit(&w->b, w->json ? (v.u.i ? "true" : "false") : (v.u.i ? "True" : "False"));
         break;
     case HX_J_INT:
     case HX_J_FLOAT:
@@ -699,7 +698,7 @@ static void put_value(writer *w, hx_jval v, size_t level)
         break;
     case HX_J_UNDEF:
         if (!w->json) {
-            hx_jbuf_lit(&w->b, "Undefined");
+            put_lit(&w->b, "Undefined");
             break;
         }
         /* fall through */
@@ -786,7 +785,7 @@ static int order(hx_jvm *vm, hx_jval a, hx_jval b, bool eq)
     if (eq && a.t == b.t && (a.t == HX_J_VIEW || a.t == HX_J_METHOD))
         hx_jvm_fail(vm, HX_EUNSUP, "comparing two values of type %s", hx_jval_type(a));
     if (eq && a.t == HX_J_BIG && b.t == HX_J_BIG)
-        return hx_jstr_eq(a.u.s, b.u.s) ? 0 : 2;
+        return same_text(a.u.s, b.u.s) ? 0 : 2;
     if (eq) /* identity */
         return a.t == b.t && (a.t <= HX_J_NONE || a.u.q == b.u.q) ? 0 : 2;
     if (a.t == HX_J_UNDEF || b.t == HX_J_UNDEF)
@@ -952,11 +951,11 @@ static hx_jval f_replace(hx_jvm *vm, const hx_jcall *c)
     if (old->n == 0)
         return hx_jvm_fail(vm, HX_EUNSUP, "replacing empty text");
     for (; count != 0 && vm->rc == 0 && (hit = find(s, old, at)) != SIZE_MAX; count--) {
-        hx_jbuf_sub(&b, s, at, hit - at);
+        put_sub(&b, s, at, hit - at);
         hx_jbuf_put(&b, new);
         at = hit + old->n;
     }
-    hx_jbuf_sub(&b, s, at, s->n - at);
+    put_sub(&b, s, at, s->n - at);
     return hx_jbuf_done(&b, false);
 }
 
@@ -1028,7 +1027,7 @@ static const hx_jstr *pad_of(hx_jvm *vm, hx_jval v, int64_t dflt)
     if (v.t == HX_J_STR)
         return v.u.s;
     for (int64_t i = want_int(vm, v, dflt); i > 0 && hx_jvm_work(vm, 1); i--)
-        hx_jbuf_lit(&b, " ");
+        put_lit(&b, " ");
     return hx_jbuf_done(&b, false).u.s;
 }
 
@@ -1044,7 +1043,7 @@ static hx_jval f_indent(hx_jvm *vm, const hx_jcall *c)
 
     for (size_t i = 0; i < q->n && vm->rc == 0; i++) {
         const hx_jstr *line = q->v[i].u.s;
-        hx_jbuf_lit(&b, i ? "\n" : "");
+        put_lit(&b, i ? "\n" : "");
         if (i ? blank || line->n > 0 : first)
             hx_jbuf_put(&b, by);
         hx_jbuf_put(&b, line);
@@ -1113,11 +1112,11 @@ static hx_jval f_format(hx_jvm *vm, const hx_jcall *c)
     for (size_t i = 0; i < s->n && vm->rc == 0; i++) {
         const char ch = s->p[i];
         if (ch != '{' && ch != '}') {
-            hx_jbuf_sub(&b, s, i, 1);
+            put_sub(&b, s, i, 1);
             continue;
         }
         if (i + 1 < s->n && s->p[i + 1] == ch) {
-            hx_jbuf_sub(&b, s, i++, 1);
+            put_sub(&b, s, i++, 1);
             continue;
         }
         const char *end = ch == '{' ? memchr(s->p + i, '}', s->n - i) : NULL;
@@ -1502,7 +1501,7 @@ static hx_jval f_strftime(hx_jvm *vm, const hx_jcall *c)
                           t.tm_min,         t.tm_sec,        t.tm_yday + 1 };
     for (size_t i = 0; i < s->n && vm->rc == 0; i++) {
         if (s->p[i] != '%') {
-            hx_jbuf_sub(&b, s, i, 1);
+            put_sub(&b, s, i, 1);
             continue;
         }
         const bool bare = i + 1 < s->n && s->p[i + 1] == '-';
@@ -1514,16 +1513,16 @@ static hx_jval f_strftime(hx_jvm *vm, const hx_jcall *c)
         if (number != NULL) {
             const int width = bare ? 1 : d == 'Y' ? 4 : d == 'j' ? 3 : 2;
             snprintf(text, sizeof text, "%0*d", width, value[number - NUMBERS]);
-            hx_jbuf_lit(&b, text);
+            put_lit(&b, text);
         } else if (day || d == 'b' || d == 'B') {
             const char *name = day ? DAYS : MONTHS;
             for (int k = day ? t.tm_wday : t.tm_mon; k > 0; k--)
                 name = strchr(name, ' ') + 1;
             hx_jbuf_add(&b, name, d >= 'a' ? 3 : strcspn(name, " "), NULL, false);
         } else if (d == 'p') {
-            hx_jbuf_lit(&b, t.tm_hour < 12 ? "AM" : "PM");
+            put_lit(&b, t.tm_hour < 12 ? "AM" : "PM");
         } else if (d == '%') {
-            hx_jbuf_lit(&b, "%");
+            put_lit(&b, "%");
         } else {
             hx_jvm_fail(vm, HX_EUNSUP, "strftime_now: directive \"%%%c\"", d);
         }
