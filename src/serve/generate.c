@@ -557,6 +557,8 @@ static int take_answers(hx_gen *g, hx_err *err)
             rc = take_answer(g, &g->answer[i], err);
     if (rc == 0 && g->client == HX_HTTP_GONE)
         rc = hx_fail(err, HX_ECANCEL, "client: gone");
+    else if (rc == 0 && g->n_live > 0 && hx_http_over(g->call->x))
+        rc = hx_fail(err, HX_ECANCEL, "the server is shutting down");
     return rc;
 }
 
@@ -611,11 +613,15 @@ static void end(hx_gen *g, int rc, const hx_err *err)
 
     hx_http_on_news(c->x, NULL, NULL);
     live_remove(g);
-    for (int32_t i = 0; i < g->n_answer; i++)
+    for (int32_t i = 0; i < g->n_answer; i++) {
         hx_on_ready(g->answer[i].stream, NULL, NULL);
+        if (!g->answer[i].done)
+            c->n_answer += g->answer[i].n_token;
+    }
     if (rc != 0 && !gone)
         hx_server_problem(c, rc == HX_ENOMEM || rc == HX_ECANCEL ? 503 : 500, NULL,
-                          "engine_error", "%s", err->msg);
+                          rc == HX_ECANCEL ? "shutting_down" : "engine_error", "%s",
+                          err->msg);
     g->rc = g->sink.end(g->sink.ud, gone ? HX_ECANCEL : rc == 0 ? 0 : HX_EARG);
     hx_gen_close(g);
     g->ended = true;

@@ -44,7 +44,8 @@ void hx_server_set_engine(hx_server *s, hx_engine *e);
 void hx_server_set_loading(hx_server *s, uint64_t done_bytes, uint64_t total_bytes);
 /* Serves until hx_server_stop(); then drains. 0, or HX_EIO. */
 int hx_server_run(hx_server *s, hx_err *err);
-void hx_server_stop(hx_server *s); /* any thread, signal handlers too */
+/* Any thread, signal handlers too. Once more: running answers end now. */
+void hx_server_stop(hx_server *s);
 void hx_server_close(hx_server *s);
 
 /* ---- http.c: sockets to requests, responses to sockets ------------------ */
@@ -106,6 +107,9 @@ hx_str hx_http_header(const hx_exchange *x, const char *name);
 /* The client closed or half-closed; whoever computes for it should stop. Cheap, any
  * thread. */
 bool hx_http_gone(const hx_exchange *x);
+/* After hx_http_stop(): the time of answers is over; whoever gives one ends it, with a
+ * word to the client, within a second. Cheap, any thread. */
+bool hx_http_over(const hx_exchange *x);
 /* fn(ud), on the loop thread, when that happens (at once if it has) and when a client
  * whose queue was full has caught up; NULL takes it back: fn does not run after that. It
  * may only wake somebody, and no lock that it takes may be held in a call of hx_http_*,

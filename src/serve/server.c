@@ -1067,8 +1067,7 @@ int hx_server_run(hx_server *s, hx_err *err)
 
 void hx_server_stop(hx_server *s)
 {
-    atomic_store(&s->draining, true);
-    hx_http_stop(s->http, s->drain_ms);
+    hx_http_stop(s->http, atomic_exchange(&s->draining, true) ? 0 : s->drain_ms);
 }
 
 void hx_server_close(hx_server *s)

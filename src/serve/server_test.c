@@ -1376,6 +1376,56 @@ static void test_drain(void **state)
     hx_free(f);
 }
 
+/* What the stop cuts off says so: an error as its last event, or a 503. */
+static void test_cut_off(void **state)
+{
+    static const char *const ask[] = { "/v1/chat/completions", "/v1/completions",
+                                       "/v1/messages", "/v1/responses" };
+    enum { N = HX_LEN(ask) };
+    fixture *f = start(&(hx_server_opt) { .drain_ms = 60000 }, N + 1, 16, 1 << 20);
+    const int plain = dial(f->port);
+    const int64_t start_us = hx_now_us();
+    int fd[N];
+    response *r;
+
+    (void)state;
+    for (int i = 0; i < N; i++) {
+        char body[256];
+
+        snprintf(
+            body, sizeof body,
+            "{\"stream\":true,\"max_tokens\":9999,%s:\"[[{delay=5,repeat=9999}ab]]\"%s}",
+            i == 1   ? "\"prompt\""
+            : i == 3 ? "\"input\""
+                     : "\"messages\":[{\"role\":\"user\",\"content\"",
+            i == 1 || i == 3 ? "" : "}]");
+        fd[i] = dial(f->port);
+        send_request(fd[i], "POST", ask[i], NULL, body);
+    }
+    send_request(plain, "POST", "/v1/completions", NULL,
+                 "{\"prompt\":\"[[{prefill=60000}a]]\"}");
+    wait_state(f, N + 1, 0);
+    hx_server_stop(f->server);
+    hx_server_stop(f->server); /* now, please */
+    for (int i = 0; i < N; i++) {
+        r = receive(fd[i]);
+        assert_int_equal(r->status, 200);
+        assert_non_null(strstr(TEXT(r->body), "the server is shutting down"));
+        assert_null(strstr(TEXT(r->body), "[DONE]"));
+        done(r);
+    }
+    r = receive(plain);
+    assert_int_equal(r->status, 503);
+    assert_non_null(strstr(TEXT(r->body), "\"code\":\"shutting_down\""));
+    done(r);
+    pthread_join(f->thread, NULL);
+    assert_true(hx_now_us() - start_us < 10000000);
+    close(plain);
+    hx_server_close(f->server);
+    fake_close(f->engine);
+    hx_free(f);
+}
+
 static void test_no_leaks(void **state)
 {
     (void)state;
@@ -1399,7 +1449,8 @@ int main(void)
         cmocka_unit_test(test_gone),        cmocka_unit_test(test_scoring),
         cmocka_unit_test(test_slow_client), cmocka_unit_test(test_vanish),
         cmocka_unit_test(test_many),        cmocka_unit_test(test_cost),
-        cmocka_unit_test(test_drain),       cmocka_unit_test(test_no_leaks),
+        cmocka_unit_test(test_drain),       cmocka_unit_test(test_cut_off),
+        cmocka_unit_test(test_no_leaks),
     };
 
     return cmocka_run_group_tests_name("server", tests, NULL, NULL);
