@@ -31,7 +31,22 @@ check bad_option 2 'has no option --fast' "$hoist" serve --fast
 check bad_kv 2 'kv "int4": expected bf16, fp8 or f32' "$hoist" run $demo --kv int4 -p x
 check plan_kv 0 'token of context +1154 bytes' "$hoist" plan $demo --kv fp8 --ctx 1024
 check bad_value 2 'port: "banana", expected an integer' "$hoist" serve --port banana
-check no_model 1 '/nowhere/config\.json' "$hoist" run /nowhere -p x
+check no_model 1 '^hoist: /nowhere: no such folder; a model is a folder with config\.json' "$hoist" run /nowhere -p x
+check model_is_file 1 'README\.md: is a file; a model is' "$hoist" serve README.md
+check model_is_empty 1 'holds no config\.json' "$hoist" chat "$tmp"
+check help_command 0 'usage: hoist run MODEL' "$hoist" help run
+check bad_size 2 '^hoist: --cache: size "lots"' "$hoist" serve --cache lots
+check bad_costs 2 'expected five numbers' "$hoist" serve --expert-us 1,2,3,4,nan
+check no_dump_dir 1 'dump folder /nowhere: No such' "$hoist" serve --port 0 --dump-dir /nowhere
+check no_socket_dir 1 'unix socket /nowhere/x: no such file' "$hoist" serve --unix /nowhere/x
+check no_trace_file 2 'needs a FILE' "$hoist" bench trace
+check bad_trace_file 1 'README\.md: trace: no "hoist_trace"' "$hoist" bench trace README.md
+check long_needle 1 '99999 tokens, the context has 32768' "$hoist" score $demo --needle 99999
+check long_prefill 1 '99999 tokens do not fit' "$hoist" bench prefill $demo --tokens 99999
+
+# What cannot be written is an error, and a file is no substitute for a closed output.
+check full_output 1 'standard output: No space left' bash -c "$hoist inspect $demo >/dev/full"
+check closed_output 1 'standard output: Bad file' bash -c "$hoist run $demo -p x -n 2 >&-"
 check inspect 0 'routed experts' "$hoist" inspect $demo
 check inspect_verify 0 'verified' "$hoist" inspect $demo --verify --tensors
 check ctx_warning 0 'longer than the 32768 tokens' "$hoist" run $demo -p Hello! --temp 0 -n 2 --ctx 40000
@@ -52,6 +67,7 @@ check logits_size 0 '^32768$' stat -c %s "$tmp/out.f32"
 echo '[4034, 99999]' > "$tmp/bad.json"
 check logits_bad_id 1 '99999' "$hoist" logits $demo --ids "$tmp/bad.json" --out "$tmp/out.f32"
 echo '{"a":1}' > "$tmp/bad.json"
+check logits_no_json 1 'README\.md: JSON: byte 0' "$hoist" logits $demo --ids README.md --out "$tmp/out.f32"
 check logits_no_list 1 'expected a list' "$hoist" logits $demo --ids "$tmp/bad.json" --out "$tmp/out.f32"
 
 # Broken checkpoints: one sentence that names the thing.
