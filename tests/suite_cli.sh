@@ -81,6 +81,15 @@ sed 's/"scoring_func": "sigmoid"/"scoring_func": "softmax"/' $demo/config.json >
 check config_unsupported 1 'scoring_func' "$hoist" inspect "$tmp/m"
 sed 's/"hidden_act": "silu"/"hidden_act": "silu", "new_trick": true/' $demo/config.json > "$tmp/m/config.json"
 check config_unknown 1 'new_trick' "$hoist" inspect "$tmp/m"
+for field in n_shared_experts num_key_value_heads qk_head_dim first_k_dense_replace indexer_types eos_token_id kda_layers; do
+    python3 - $demo/config.json $field > "$tmp/m/config.json" <<'EOF'
+import json, sys
+c = json.load(open(sys.argv[1]))
+(c["text_config"]["linear_attn_config"] if sys.argv[2] == "kda_layers" else c["text_config"])[sys.argv[2]] = "x"
+json.dump(c, sys.stdout)
+EOF
+    check config_type_$field 1 "config\.json: $field: string, expected" "$hoist" inspect "$tmp/m"
+done
 sed 's/"model_type": "glm5_next"/"model_type": "llama"/' $demo/config.json > "$tmp/m/config.json"
 check other_family 1 'llama' "$hoist" inspect "$tmp/m"
 cp $demo/config.json "$tmp/m/"
