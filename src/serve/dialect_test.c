@@ -371,7 +371,7 @@ static void test_refused(void **state)
           "reasoning.effort" },
         { "/responses",
           "{\"input\":\"x\",\"text\":{\"format\":{\"type\":\"json_schema\"}}}", 400,
-          "text.format" },
+          "text.format.schema" },
         { "/responses", "{\"input\":\"x\",\"max_output_tokens\":-1}", 400,
           "max_output_tokens" },
         { "/responses", "{\"input\":\"x\",\"top_logprobs\":21}", 400, "top_logprobs" },
@@ -388,13 +388,13 @@ static void test_refused(void **state)
           "messages[0].role: " },
         { "/messages", MSG("{\"role\":\"user\"}"), 400, "messages[0].content: " },
         { "/messages", MSG("{\"role\":\"user\",\"content\":[{\"type\":\"image\"}]}"), 400,
-          "messages[0].content[0]: blocks of type image" },
+          "messages[0].content[0]: blocks of type \"image\" are" },
         { "/messages",
           MSG("{\"role\":\"user\",\"content\":[{\"type\":\"tool_result\",\"content\":[{"
               "\"type\":\"image\"}]}]}"),
-          400, "messages[0].content[0][0]: blocks of type image" },
+          400, "messages[0].content[0][0]: blocks of type \"image\" are" },
         { "/messages", MSG("{\"role\":\"user\",\"content\":[\"x\"]}"), 400,
-          "messages[0].content[0]: expected a block" },
+          "messages[0].content[0]: found string, expected a block" },
         { "/messages",
           MSG("{\"role\":\"assistant\",\"content\":[{\"type\":\"tool_use\",\"name\":"
               "\"f\","

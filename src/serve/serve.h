@@ -252,6 +252,10 @@ int hx_stats_all(hx_call *c);   /* GET /stats */
 const hx_json *hx_params_get(const hx_json *obj, const char *name);
 /* These set *out where the field is there; else leave it. A wrong type or a value out of
  * range is a problem that names the field. */
+/* Notes a 400 and returns its error: "PARAM: found F, expected E", with the code for a
+ * missing field, one of another type than wanted, or another value. */
+int hx_params_refuse(hx_call *c, const char *param, const hx_json *found,
+                     hx_json_type wanted, const char *expected);
 int hx_params_bool(hx_call *c, const hx_json *obj, const char *name, bool *out);
 int hx_params_int(hx_call *c, const hx_json *obj, const char *name, int64_t min,
                   int64_t max, int64_t *out);

@@ -193,19 +193,19 @@ static void test_refused(void **state)
         { "{}", "messages", "missing_required_parameter" },
         { "{\"messages\":null}", "messages", "missing_required_parameter" },
         { "{\"messages\":5}", "messages", "invalid_type" },
-        { "{\"messages\":[]}", "messages", "invalid_type" },
-        { "{\"messages\":[5]}", "messages[0]", "invalid_value" },
+        { "{\"messages\":[]}", "messages", "invalid_value" },
+        { "{\"messages\":[5]}", "messages[0]", "invalid_type" },
         { "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"},{\"role\":\"king\","
           "\"content\":\"b\"}]}",
           "messages[1].role", "invalid_value" },
         { "{\"messages\":[{\"role\":\"user\",\"content\":7}]}", "messages[0].content",
-          "invalid_value" },
+          "invalid_type" },
         { "{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":"
           "\"a\"},"
           "{\"type\":\"image_url\",\"image_url\":{\"url\":\"data:,\"}}]}]}",
           "messages[0].content[1]", "invalid_value" },
         { "{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\"}]}]}",
-          "messages[0].content[0]", "invalid_value" },
+          "messages[0].content[0].text", "missing_required_parameter" },
         { "{\"messages\":[{\"role\":\"assistant\",\"tool_calls\":[{\"function\":{"
           "\"name\":\"f\","
           "\"arguments\":\"{\"}}]}]}",
@@ -215,21 +215,35 @@ static void test_refused(void **state)
           "\"arguments\":\"[1]\"}}]}]}",
           "messages[0].tool_calls[0].function", "invalid_value" },
         { "{\"messages\":[{\"role\":\"assistant\",\"tool_calls\":[{\"function\":{}}]}]}",
-          "messages[0].tool_calls[0].function", "invalid_value" },
+          "messages[0].tool_calls[0].function.name", "missing_required_parameter" },
+        { "{\"messages\":[{\"role\":\"assistant\",\"tool_calls\":\"f\"}]}",
+          "messages[0].tool_calls", "invalid_type" },
+        { "{\"messages\":[{\"role\":\"assistant\",\"tool_calls\":[{\"id\":7,"
+          "\"function\":{\"name\":\"f\"}}]}]}",
+          "messages[0].tool_calls[0].id", "invalid_type" },
+        { "{\"messages\":[{\"role\":\"tool\",\"content\":\"\",\"tool_call_id\":7}]}",
+          "messages[0].tool_call_id", "invalid_type" },
+        { "{" USER ",\"functions\":[{\"name\":\"f\"}]}", "functions",
+          "unsupported_value" },
+        { "{" USER ",\"tools\":[{\"type\":7}]}", "tools[0].type", "invalid_type" },
+        { "{" USER ",\"tools\":[{\"function\":{\"name\":\"f\",\"description\":7}}]}",
+          "tools[0].function.description", "invalid_type" },
+        { "{" USER ",\"tool_choice\":7}", "tool_choice", "invalid_type" },
+        { "{" USER ",\"guided_choice\":[]}", "guided_choice", "invalid_value" },
         { "{\"messages\":[{\"role\":\"user\",\"content\":\"raise!\"}]}", "messages",
           "invalid_value" },
         { "{" USER ",\"tools\":{}}", "tools", "invalid_type" },
-        { "{" USER ",\"tools\":[{\"type\":\"function\"}]}", "tools[0].function",
-          "invalid_value" },
+        { "{" USER ",\"tools\":[{\"type\":\"function\"}]}", "tools[0].function.name",
+          "missing_required_parameter" },
         { "{" USER ",\"tool_choice\":\"required\"}", "tool_choice", "invalid_value" },
         { "{" USER
           ",\"tool_choice\":{\"type\":\"function\",\"function\":{\"name\":\"f\"}}}",
           "tool_choice", "invalid_value" },
         { "{" USER ",\"tool_choice\":\"maybe\"}", "tool_choice", "invalid_value" },
-        { "{" USER ",\"response_format\":{\"type\":\"xml\"}}", "response_format",
+        { "{" USER ",\"response_format\":{\"type\":\"xml\"}}", "response_format.type",
           "invalid_value" },
         { "{" USER ",\"response_format\":{\"type\":\"json_schema\",\"json_schema\":{}}}",
-          "response_format", "invalid_value" },
+          "response_format.json_schema.schema", "missing_required_parameter" },
         { "{" USER ",\"guided_regex\":\"a\",\"guided_choice\":[\"a\"]}", "guided_choice",
           "invalid_value" },
         { "{" USER ",\"response_format\":\"json\"}", "response_format", "invalid_type" },
@@ -244,6 +258,8 @@ static void test_refused(void **state)
         { "{" USER ",\"min_p\":-0.1}", "min_p", "invalid_value" },
         { "{" USER ",\"presence_penalty\":3}", "presence_penalty", "invalid_value" },
         { "{" USER ",\"max_tokens\":0}", "max_tokens", "invalid_value" },
+        { "{" USER ",\"max_completion_tokens\":0}", "max_completion_tokens",
+          "invalid_value" },
         { "{" USER ",\"max_tokens\":-5}", "max_tokens", "invalid_value" },
         { "{" USER ",\"max_tokens\":1.5}", "max_tokens", "invalid_type" },
         { "{" USER ",\"max_completion_tokens\":\"9\"}", "max_completion_tokens",
@@ -253,7 +269,8 @@ static void test_refused(void **state)
         { "{" USER ",\"n\":true}", "n", "invalid_type" },
         { "{" USER ",\"seed\":1e300}", "seed", "invalid_value" },
         { "{" USER ",\"stop\":5}", "stop", "invalid_type" },
-        { "{" USER ",\"stop\":[\"a\",\"\"]}", "stop", "invalid_value" },
+        { "{" USER ",\"stop\":[\"a\",\"\"]}", "stop[1]", "invalid_value" },
+        { "{" USER ",\"stop\":[7]}", "stop[0]", "invalid_type" },
         { "{" USER ",\"stop\":[\"1\",\"2\",\"3\",\"4\",\"5\",\"6\",\"7\",\"8\",\"9\","
           "\"10\",\"11\",\"12\","
           "\"13\",\"14\",\"15\",\"16\",\"17\"]}",
@@ -296,6 +313,14 @@ static void test_refused(void **state)
         assert_true(hx_json_str(at(r->json, "error.message")).n > 0);
         done(r);
     }
+    const int fd = dial(f->port);
+
+    send_request(fd, "POST", "/v1/chat/completions", "Content-Encoding: gzip\r\n",
+                 "{" USER "}");
+    response *r = receive(fd);
+    assert_int_equal(r->status, 415);
+    assert_str(r->json, "error.code", "unsupported_media_type");
+    done(r);
     stop(f);
 }
 
