@@ -688,7 +688,7 @@ static void end_chunk(chat *t, int32_t index, const char *finish, hx_sb *out)
     if (t->req.sampling.want_logprobs && k->logprobs.n > 0) {
         hx_sb_str(out, ",\"logprobs\":{\"content\":[");
         hx_sb_add(out, k->logprobs.p, k->logprobs.n);
-        hx_sb_str(out, "]}");
+        hx_sb_str(out, "],\"refusal\":null}");
         k->logprobs.n = 0;
     }
     if (finish != NULL) {
@@ -796,6 +796,7 @@ static void put_message_json(hx_sb *b, const choice *k)
         hx_sb_str(b, "null");
     else
         hx_json_put_str(b, (hx_str) { k->content.p, k->content.n });
+    hx_sb_str(b, ",\"refusal\":null"); /* OpenAI's clients may count on it */
     if (k->reasoning.n > 0) {
         put_member(b, "reasoning_content", (hx_str) { k->reasoning.p, k->reasoning.n });
         put_member(b, "reasoning", (hx_str) { k->reasoning.p, k->reasoning.n });
@@ -829,7 +830,7 @@ static void reply_whole(void *ud)
         if (t->req.sampling.want_logprobs) {
             hx_sb_str(&b, ",\"logprobs\":{\"content\":[");
             hx_sb_add(&b, k->logprobs.p, k->logprobs.n);
-            hx_sb_str(&b, "]}");
+            hx_sb_str(&b, "],\"refusal\":null}");
         } else {
             hx_sb_str(&b, ",\"logprobs\":null");
         }
