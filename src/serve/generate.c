@@ -197,7 +197,7 @@ static int64_t think_max(const hx_generate *q)
 static int submit(hx_gen *g, answer *a)
 {
     hx_request r = g->req.sampling;
-    hx_err err = { 0 };
+    hx_err err = { 0 }, named = { 0 };
     int rc;
 
     if (g->req.loop_guard && (a->loop = hx_loop_open()) == NULL)
@@ -220,11 +220,11 @@ static int submit(hx_gen *g, answer *a)
     }
     if (rc == 0)
         return 0;
-    return hx_server_problem_err(g->call, rc,
-                                 rc == HX_EFORMAT || rc == HX_EUNSUP || rc == HX_ELIMIT
-                                     ? g->req.grammar_param
-                                     : NULL,
-                                 &err);
+    const char *param = g->req.grammar_param;
+    if (param == NULL || (rc != HX_EFORMAT && rc != HX_EUNSUP && rc != HX_ELIMIT))
+        return hx_server_problem_err(g->call, rc, NULL, &err);
+    hx_fail(&named, rc, "%s: %s", param, err.msg);
+    return hx_server_problem_err(g->call, rc, param, &named);
 }
 
 static int open_answers(hx_gen *g)
