@@ -264,7 +264,7 @@ await test('errors', async () => {
     await refused(create('x', { tools: [{ name: 'f' }] }), 400, bad, /^tools\[0\]\.input_schema/);
     await refused(create('x', { tools, tool_choice: { type: 'tool', name: 'other' } }), 400, bad, /^tool_choice\.name/);
     await refused(create([...user('x'), { role: 'assistant', content: 'Y' }, ...user([{ type: 'text', text: 'z' },
-        { type: 'image', source: { type: 'base64', media_type: 'image/png', data: '' } }])]), 400, bad, /^messages\[2\]\.content\[1\]: blocks of type image/);
+        { type: 'image', source: { type: 'base64', media_type: 'image/png', data: '' } }])]), 400, bad, /^messages\[2\]\.content\[1\]: blocks of type "image"/);
     await refused(create([...user('x'), { role: 'assistant', content: 'Y' }]), 400, bad, /^messages\[1\]: the last message/);
     await refused(create('word '.repeat(40000)), 400, bad, /^prompt is too long: \d+ tokens > \d+ maximum$/);
     await refused(create('word '.repeat(40000), { stream: true }), 400, bad, /^prompt is too long/);

@@ -270,7 +270,9 @@ await test('completions in the middle', async () => {
 
 await test('errors', async () => {
     await refused(chat('x', { temperature: 'hot' }), 400, 'invalid_type', 'temperature');
-    await refused(chat('x', { messages: [] }), 400, 'invalid_type', 'messages');
+    await assert.rejects(chat('x', { extra: 1, response_format: { type: 'json_schema', json_schema: { name: 'a', schema: { type: 5 } } } }),
+                         /response_format: schema: "type": found integer, expected string or array/);
+    await refused(chat('x', { messages: [] }), 400, 'invalid_value', 'messages');
     await refused(chat('x', { response_format: { type: 'json_schema', json_schema: { name: 'a', schema: { not: {} } } } }),
                   400, 'unsupported_value', 'response_format');
     await refused(client.embeddings.create({ model, input: 'x', dimensions: 8 }), 400, 'unsupported_value', 'dimensions');

@@ -379,13 +379,13 @@ await test('roles and prefixes', async () => {
 
 await test('errors', async () => {
     await refused(create(undefined), 400, 'missing_required_parameter', 'input');
-    await refused(create([]), 400, 'invalid_type', 'input');
+    await refused(create([]), 400, 'invalid_value', 'input');
     await refused(create(5), 400, 'invalid_type', 'input');
     await refused(create('x', { temperature: 'hot' }), 400, 'invalid_type', 'temperature');
     await refused(create('x', { max_output_tokens: 'many' }), 400, 'invalid_type', 'max_output_tokens');
     await refused(create('x', { max_output_tokens: 0 }), 400, 'invalid_value', 'max_output_tokens');
     await refused(create('x', { reasoning: { effort: 'heroic' } }), 400, 'invalid_value', 'reasoning.effort');
-    await refused(create('x', { text: { format: { type: 'yaml' } } }), 400, 'invalid_value', 'text.format');
+    await refused(create('x', { text: { format: { type: 'yaml' } } }), 400, 'invalid_value', 'text.format.type');
     await refused(create('x', { text: { format: { type: 'json_schema', name: 'a', schema: { not: {} } } } }), 400, 'unsupported_value', 'text.format');
     await refused(create('x', { background: true }), 400, 'unsupported_value', 'background');
     await refused(create('x', { conversation: 'conv_1' }), 400, 'unsupported_value', 'conversation');

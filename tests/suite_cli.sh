@@ -19,7 +19,22 @@ check bad_option 2 'has no option --fast' "$hoist" serve --fast
 check bad_kv 2 'kv "int4": expected bf16, fp8 or f32' "$hoist" run $demo --kv int4 -p x
 check plan_kv 0 'token of context +1154 bytes' "$hoist" plan $demo --kv fp8 --ctx 1024
 check bad_value 2 'port: "banana", expected an integer' "$hoist" serve --port banana
-check no_model 1 '/nowhere/config\.json' "$hoist" run /nowhere -p x
+check no_model 1 '^hoist: /nowhere: no such folder; a model is a folder with config\.json' "$hoist" run /nowhere -p x
+check model_is_file 1 'README\.md: is a file; a model is' "$hoist" serve README.md
+check model_is_empty 1 'holds no config\.json' "$hoist" chat "$tmp"
+check help_command 0 'usage: hoist run MODEL' "$hoist" help run
+check bad_size 2 '^hoist: --cache: size "lots"' "$hoist" serve --cache lots
+check bad_costs 2 'expected five numbers' "$hoist" serve --expert-us 1,2,3,4,nan
+check no_dump_dir 1 'dump folder /nowhere: No such' "$hoist" serve --port 0 --dump-dir /nowhere
+check no_socket_dir 1 'unix socket /nowhere/x: no such file' "$hoist" serve --unix /nowhere/x
+check no_trace_file 2 'needs a FILE' "$hoist" bench trace
+check bad_trace_file 1 'README\.md: trace: no "hoist_trace"' "$hoist" bench trace README.md
+check long_needle 1 '99999 tokens, the context has 32768' "$hoist" score $demo --needle 99999
+check long_prefill 1 '99999 tokens do not fit' "$hoist" bench prefill $demo --tokens 99999
+
+# What cannot be written is an error, and a file is no substitute for a closed output.
+check full_output 1 'standard output: No space left' bash -c "$hoist inspect $demo >/dev/full"
+check closed_output 1 'standard output: Bad file' bash -c "$hoist run $demo -p x -n 2 >&-"
 check inspect 0 'routed experts' "$hoist" inspect $demo
 check inspect_verify 0 'verified' "$hoist" inspect $demo --verify --tensors
 check ctx_warning 0 'longer than the 32768 tokens' "$hoist" run $demo -p Hello! --temp 0 -n 2 --ctx 40000
@@ -42,6 +57,7 @@ check logits_size 0 '^32768$' stat -c %s "$tmp/out.f32"
 echo '[4034, 99999]' > "$tmp/bad.json"
 check logits_bad_id 1 '99999' "$hoist" logits $demo --ids "$tmp/bad.json" --out "$tmp/out.f32"
 echo '{"a":1}' > "$tmp/bad.json"
+check logits_no_json 1 'README\.md: JSON: byte 0' "$hoist" logits $demo --ids README.md --out "$tmp/out.f32"
 check logits_no_list 1 'expected a list' "$hoist" logits $demo --ids "$tmp/bad.json" --out "$tmp/out.f32"
 
 # Broken checkpoints: one sentence that names the thing.
@@ -55,6 +71,15 @@ sed 's/"scoring_func": "sigmoid"/"scoring_func": "softmax"/' $demo/config.json >
 check config_unsupported 1 'scoring_func' "$hoist" inspect "$tmp/m"
 sed 's/"hidden_act": "silu"/"hidden_act": "silu", "new_trick": true/' $demo/config.json > "$tmp/m/config.json"
 check config_unknown 1 'new_trick' "$hoist" inspect "$tmp/m"
+for field in n_shared_experts num_key_value_heads qk_head_dim first_k_dense_replace indexer_types eos_token_id kda_layers; do
+    python3 - $demo/config.json $field > "$tmp/m/config.json" <<'EOF'
+import json, sys
+c = json.load(open(sys.argv[1]))
+(c["text_config"]["linear_attn_config"] if sys.argv[2] == "kda_layers" else c["text_config"])[sys.argv[2]] = "x"
+json.dump(c, sys.stdout)
+EOF
+    check config_type_$field 1 "config\.json: $field: string, expected" "$hoist" inspect "$tmp/m"
+done
 sed 's/"model_type": "glm5_next"/"model_type": "llama"/' $demo/config.json > "$tmp/m/config.json"
 check other_family 1 'llama' "$hoist" inspect "$tmp/m"
 cp $demo/config.json "$tmp/m/"

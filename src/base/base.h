@@ -115,6 +115,8 @@ typedef enum {
  * 0: 64). Errors: HX_EFORMAT with the byte offset, HX_ENOMEM. Freed with hx_json_free().
  */
 int hx_json_parse(hx_json **out, hx_str text, int max_depth, hx_err *err);
+/* The same of a file of at most max bytes; every error begins with its path. */
+int hx_json_read(hx_json **out, const char *path, size_t max, hx_err *err);
 void hx_json_free(hx_json *j);
 
 /* All accept NULL (type NULL, no members). */

@@ -374,6 +374,22 @@ fail:
     return rc;
 }
 
+int hx_json_read(hx_json **out, const char *path, size_t max, hx_err *err)
+{
+    hx_err why = { 0 };
+    char *text;
+    size_t n;
+    int rc;
+
+    *out = NULL;
+    if ((rc = hx_file_read(path, max, &text, &n, err)) != 0)
+        return rc;
+    if ((rc = hx_json_parse(out, (hx_str) { text, n }, 0, &why)) != 0)
+        hx_fail(err, rc, "%s: %.200s", path, why.msg);
+    hx_free(text);
+    return rc;
+}
+
 void hx_json_free(hx_json *j)
 {
     json_object_put(jc(j));

@@ -382,8 +382,9 @@ static int bench_prefill(bench_run *b, hx_err *err)
     const int n = lengths_of(b, "20,100,512,2048,8192,32768", length, err);
     int rc = HX_MIN(n, 0);
 
-    for (int i = 0; rc == 0 && i < n && length[i] < b->info.ctx_tokens; i++)
-        rc = prefill_of(b, length[i], err);
+    for (int i = 0; rc == 0 && i < n; i++)
+        if (b->c->tokens != NULL || length[i] < b->info.ctx_tokens)
+            rc = prefill_of(b, length[i], err);
     return rc;
 }
 

@@ -105,15 +105,8 @@ static void print_differences(const hx_json *a, const hx_json *b)
 
 static int read_result(const char *path, hx_json **out, hx_err *err)
 {
-    char *text;
-    size_t n;
-    int rc;
+    int rc = hx_json_read(out, path, 64u << 20, err);
 
-    *out = NULL;
-    if ((rc = hx_file_read(path, 64u << 20, &text, &n, err)) != 0)
-        return rc;
-    rc = hx_json_parse(out, (hx_str) { text, n }, 0, err);
-    hx_free(text);
     if (rc == 0 && hx_json_kind(hx_json_get(*out, "figures")) != HX_JSON_OBJECT)
         rc = hx_fail(err, HX_EFORMAT, "%s: no result of hoist bench --json", path);
     return rc;

@@ -100,7 +100,7 @@ static int replay(const hx_trace *t, const hx_cli *c, bench_report *out, hx_err 
 int bench_trace(const hx_cli *c, bench_report *out)
 {
     hx_trace *t = NULL;
-    hx_err err = { 0 };
+    hx_err err = { 0 }, why = { 0 };
     char *bytes = NULL;
     size_t n = 0;
     int rc;
@@ -111,9 +111,12 @@ int bench_trace(const hx_cli *c, bench_report *out)
         "steps warms up; gap: hits of the optimum (Belady with bypass) less "
         "those of the CLOCK";
     out->random_text = false;
-    if ((rc = hx_file_read(c->model, TRACE_MAX, &bytes, &n, &err)) == 0 &&
-        (rc = hx_trace_parse(&t, (hx_str) { bytes, n }, &err)) == 0)
-        rc = replay(t, c, out, &err);
+    if ((rc = hx_file_read(c->model, TRACE_MAX, &bytes, &n, &err)) == 0) {
+        if ((rc = hx_trace_parse(&t, (hx_str) { bytes, n }, &why)) == 0)
+            rc = replay(t, c, out, &err);
+        else
+            hx_fail(&err, rc, "%s: %.250s", c->model, why.msg);
+    }
     hx_trace_close(t);
     hx_free(bytes);
     return rc != 0 ? cli_fail(&err) : 0;

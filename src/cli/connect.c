@@ -551,7 +551,10 @@ int cmd_connect(const hx_cli *c)
         if (strcmp(clients[i].name, c->what) == 0)
             k = &clients[i];
     if (k == NULL) {
-        fprintf(stderr, "hoist: connect needs a CLIENT:");
+        if (c->what != NULL)
+            fprintf(stderr, "hoist: connect: no client \"%.60s\"; there are", c->what);
+        else
+            fprintf(stderr, "hoist: connect needs a CLIENT:");
         for (size_t i = 0; i < HX_LEN(clients); i++)
             fprintf(stderr, " %s", clients[i].name);
         fprintf(stderr, "\n");

@@ -2,6 +2,7 @@
  * man page and parsing follow; opening an engine with its progress. Commands live in
  * run.c, chat.c and tools.c. The only place that prints or sets the exit status. */
 #include <errno.h>
+#include <fcntl.h>
 #include <inttypes.h>
 #include <math.h>
 #include <signal.h>
@@ -354,6 +355,14 @@ static int set_num(const option *o, const char *value, double *out, hx_err *err)
     return 0;
 }
 
+static int set_size(const option *o, const char *value, uint64_t *out, hx_err *err)
+{
+    hx_err why = { 0 };
+    const int rc = hx_parse_size(value, out, &why);
+
+    return rc == 0 ? 0 : hx_fail(err, rc, "%s: %.200s", o->name, why.msg);
+}
+
 static int add_word(const option *o, const char *value, cli_list *out, hx_err *err)
 {
     if (out->n == (int32_t)HX_LEN(out->p))
@@ -383,7 +392,7 @@ static int set_option(hx_cli *c, const option *o, const char *value, hx_err *err
     case OPT_LIST:
         return add_word(o, value, (cli_list *)(void *)at, err);
     case OPT_SIZE:
-        return hx_parse_size(value, (uint64_t *)(void *)at, err);
+        return set_size(o, value, (uint64_t *)(void *)at, err);
     }
     return 0;
 }
@@ -611,6 +620,20 @@ static void on_load(void *ud, uint64_t done, uint64_t total)
         fprintf(stderr, "\r%70s\r", "");
 }
 
+/* Five times in microseconds, like "2,190,240,60,20". */
+static bool read_costs(const char *s, float out[5])
+{
+    for (int i = 0; i < 5; i++) {
+        char *end;
+
+        out[i] = strtof(s, &end);
+        if (end == s || *end != (i < 4 ? ',' : '\0') || !(out[i] >= 0 && out[i] < 1e9f))
+            return false;
+        s = end + 1;
+    }
+    return true;
+}
+
 int cli_open_engine(hx_engine **out, const hx_cli *c, hx_load_fn *also, void *ud)
 {
     load_view view = {
@@ -658,9 +681,7 @@ int cli_open_engine(hx_engine **out, const hx_cli *c, hx_load_fn *also, void *ud
         }
         opt.kv = (hx_kv)i;
     }
-    if (c->expert_us != NULL &&
-        sscanf(c->expert_us, "%f,%f,%f,%f,%f", &opt.expert_us[0], &opt.expert_us[1],
-               &opt.expert_us[2], &opt.expert_us[3], &opt.expert_us[4]) != 5) {
+    if (c->expert_us != NULL && !read_costs(c->expert_us, opt.expert_us)) {
         fprintf(stderr,
                 "hoist: --expert-us: \"%.60s\", expected five numbers like "
                 "2,190,240,60,20\n",
@@ -676,16 +697,26 @@ int cli_open_engine(hx_engine **out, const hx_cli *c, hx_load_fn *also, void *ud
     return 0;
 }
 
-int main(int argc, char **argv)
+/* A file opened later must not become standard output or error: closed ones are taken, by
+ * what cannot be written to, so that output lost there is noticed. */
+static void open_standard(void)
+{
+    for (int fd = 0; fd <= 2; fd++)
+        if (fcntl(fd, F_GETFD) < 0 &&
+            open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY) < 0)
+            return;
+}
+
+static int run_command(int argc, char **argv)
 {
     const command *cmd = NULL;
     hx_cli c = { .port = 30000, .head_bits = 6, .calib_rows = 250, .calib_cols = 2048 };
     char demo[2100];
     hx_err err = { 0 };
 
-    signal(SIGPIPE, SIG_IGN);
     hx_on_log(on_log, NULL);
-    if (argc < 2 || strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0) {
+    if (argc < 2 || strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0 ||
+        (argc == 2 && strcmp(argv[1], "help") == 0)) {
         print_usage(argc < 2 ? stderr : stdout);
         return argc < 2 ? 2 : 0;
     }
@@ -697,14 +728,16 @@ int main(int argc, char **argv)
         print_man();
         return 0;
     }
+    c.help = strcmp(argv[1], "help") == 0 && argc > 2; /* hoist help COMMAND */
     for (size_t i = 0; i < HX_LEN(commands); i++)
-        if (strcmp(commands[i].name, argv[1]) == 0)
+        if (strcmp(commands[i].name, argv[c.help ? 2 : 1]) == 0)
             cmd = &commands[i];
     if (cmd == NULL) {
-        fprintf(stderr, "hoist: no command \"%.60s\"; see hoist --help\n", argv[1]);
+        fprintf(stderr, "hoist: no command \"%.60s\"; see hoist --help\n",
+                argv[c.help ? 2 : 1]);
         return 2;
     }
-    if (parse(&c, cmd, argc, argv, &err) != 0) {
+    if (!c.help && parse(&c, cmd, argc, argv, &err) != 0) {
         cli_fail(&err);
         return 2;
     }
@@ -727,6 +760,12 @@ int main(int argc, char **argv)
                 c.prefix);
         return 2;
     }
+    if (c.model == NULL && c.what != NULL && strcmp(c.what, "trace") == 0) {
+        fprintf(
+            stderr,
+            "hoist: bench trace needs a FILE that serve or bench wrote with --trace\n");
+        return 2;
+    }
     if (c.model == NULL && c.pull == NULL && (cmd->bit & (SERVE | CHAT | BENCH)) != 0)
         c.model = demo_model(demo, sizeof demo);
     if (c.model == NULL && cmd->bit != CONNECT) {
@@ -735,4 +774,18 @@ int main(int argc, char **argv)
         return 2;
     }
     return cmd->run(&c);
+}
+
+int main(int argc, char **argv)
+{
+    int rc;
+
+    open_standard();
+    signal(SIGPIPE, SIG_IGN);
+    rc = run_command(argc, argv);
+    if ((fflush(stdout) != 0 || ferror(stdout)) && errno != EPIPE) {
+        fprintf(stderr, "hoist: standard output: %s\n", strerror(errno));
+        return rc != 0 ? rc : 1;
+    }
+    return rc;
 }

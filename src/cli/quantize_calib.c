@@ -67,19 +67,22 @@ static int read_json_rows(qz_text *t, const hx_json *j, int64_t max_rows, hx_err
     return 0;
 }
 
-static int read_text_rows(qz_text *t, hx_str text, const char *model_dir, hx_err *err)
+static int read_text_rows(qz_text *t, hx_str text, const char *name,
+                          const char *model_dir, hx_err *err)
 {
     char path[2200], *json = NULL;
     hx_tok *tok = NULL;
     hx_ids ids = { 0 };
+    hx_err why = { 0 };
     size_t n;
     int rc;
 
     snprintf(path, sizeof path, "%s/tokenizer.json", model_dir);
     if ((rc = hx_file_read(path, TEXT_MAX, &json, &n, err)) != 0)
         return rc;
-    if ((rc = hx_tok_open(&tok, (hx_str) { json, n }, path, err)) == 0)
-        rc = hx_tok_encode(tok, text, NULL, &ids, err);
+    if ((rc = hx_tok_open(&tok, (hx_str) { json, n }, path, err)) == 0 &&
+        (rc = hx_tok_encode(tok, text, NULL, &ids, &why)) != 0)
+        hx_fail(err, rc, "%s: %.200s", name, why.msg);
     hx_tok_close(tok);
     hx_free(json);
     t->id = ids.p;
@@ -104,7 +107,7 @@ int qz_text_read(qz_text *t, const char *path, const char *model_dir, int64_t ma
         t->cols = (int64_t)hx_json_len(hx_json_at(j, 0));
         rc = read_json_rows(t, j, max_rows, err);
     } else {
-        rc = read_text_rows(t, (hx_str) { text, n }, model_dir, err);
+        rc = read_text_rows(t, (hx_str) { text, n }, path, model_dir, err);
     }
     hx_json_free(j);
     hx_free(text);

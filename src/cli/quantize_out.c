@@ -574,20 +574,16 @@ static void remove_work(const qz_out *o)
 int qz_out_finish(qz_out *o, const qz_plan *p, const char *source, qz_calib_size calib,
                   hx_err *err)
 {
-    char path[2200], *text = NULL;
+    char path[2200];
     hx_json *config = NULL;
-    size_t n;
     int rc;
 
-    if ((rc = join(path, sizeof path, source, "config.json", err)) != 0 ||
-        (rc = hx_file_read(path, CONFIG_MAX, &text, &n, err)) != 0)
-        return rc;
-    if ((rc = hx_json_parse(&config, (hx_str) { text, n }, 0, err)) == 0 &&
+    if ((rc = join(path, sizeof path, source, "config.json", err)) == 0 &&
+        (rc = hx_json_read(&config, path, CONFIG_MAX, err)) == 0 &&
         (rc = copy_rest(o, source, err)) == 0 && (rc = write_index(o, p, err)) == 0 &&
         (rc = write_storage(o, p, config, calib, err)) == 0)
         rc = write_config(o, p, config, calib, err);
     hx_json_free(config);
-    hx_free(text);
     for (int32_t f = 0; f < p->n_file && rc == 0; f++) {
         if (fsync(p->file[f].fd) != 0)
             rc = io_error(err, p->file[f].name);

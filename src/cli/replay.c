@@ -44,6 +44,7 @@ static int find_line(const char *arg, hx_json **out, hx_err *err)
     char path[4096], *text;
     const int64_t want = split_name(arg, path, sizeof path);
     hx_str line = { NULL, 0 };
+    hx_err why = { 0 };
     int64_t n = 0;
     size_t bytes;
     int rc;
@@ -60,8 +61,8 @@ static int find_line(const char *arg, hx_json **out, hx_err *err)
     if (n < HX_MAX(want, 1))
         rc = hx_fail(err, HX_EARG, "%s: %lld lines, no line %lld", path, (long long)n,
                      (long long)HX_MAX(want, 1));
-    else
-        rc = hx_json_parse(out, line, 0, err);
+    else if ((rc = hx_json_parse(out, line, 0, &why)) != 0)
+        hx_fail(err, rc, "%s: line %lld: %.200s", path, (long long)n, why.msg);
     hx_free(text);
     return rc;
 }

@@ -100,17 +100,19 @@ static void *load(void *ud)
     return NULL;
 }
 
-/* The thread that waits for SIGINT and SIGTERM; the others have them blocked. */
+/* The thread that waits for SIGINT and SIGTERM; the others have them blocked. The first
+ * lets answers go on for a while, the second does not. */
 static void *wait_signal(void *ud)
 {
+    loader *l = ud;
     sigset_t set;
     int sig;
 
     sigemptyset(&set);
     sigaddset(&set, SIGINT);
     sigaddset(&set, SIGTERM);
-    sigwait(&set, &sig);
-    hx_server_stop(ud);
+    while (sigwait(&set, &sig) == 0 && !atomic_load(&l->stop))
+        hx_server_stop(l->server);
     return NULL;
 }
 
@@ -167,7 +169,7 @@ int cmd_serve(const hx_cli *c)
     hx_sb_free(&keys);
     if (rc != 0)
         return cli_fail(&err);
-    if (pthread_create(&signal_thread, NULL, wait_signal, l.server) != 0 ||
+    if (pthread_create(&signal_thread, NULL, wait_signal, &l) != 0 ||
         pthread_create(&load_thread, NULL, load, &l) != 0) {
         fprintf(stderr, "hoist: the system refuses another thread\n");
         return 1;
@@ -317,6 +319,8 @@ static int generate(hx_engine *e, const hx_cli *c, const int32_t *ids, int64_t n
     if (reply != NULL)
         hx_reply_end(reply, print_reply, &reasoning, NULL, &err);
     if (ev.kind == HX_EV_DONE) {
+        if (reasoning)
+            fputc('\n', stderr);
         putchar('\n');
         fflush(stdout);
         print_figures(&ev);
@@ -359,15 +363,9 @@ int cmd_run(const hx_cli *c)
 
 static int read_ids(const char *path, int32_t **ids, int64_t *n, hx_err *err)
 {
-    char *text;
-    size_t bytes;
-    hx_json *j = NULL;
-    int rc;
+    hx_json *j;
+    int rc = hx_json_read(&j, path, 64u << 20, err);
 
-    if ((rc = hx_file_read(path, 64u << 20, &text, &bytes, err)) != 0)
-        return rc;
-    rc = hx_json_parse(&j, (hx_str) { text, bytes }, 0, err);
-    hx_free(text);
     if (rc == 0 && (hx_json_kind(j) != HX_JSON_ARRAY || hx_json_len(j) == 0))
         rc = hx_fail(err, HX_EFORMAT, "%s: expected a list of token ids", path);
     if (rc == 0) {

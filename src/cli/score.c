@@ -241,14 +241,8 @@ static int panel_item(job *j, size_t i, hx_err *err)
 
 static int read_panel(job *j, hx_err *err)
 {
-    char *text;
-    size_t bytes;
-    int rc;
+    int rc = hx_json_read(&j->panel, j->c->panel, (size_t)1 << 30, err);
 
-    if ((rc = hx_file_read(j->c->panel, (size_t)1 << 30, &text, &bytes, err)) != 0)
-        return rc;
-    rc = hx_json_parse(&j->panel, (hx_str) { text, bytes }, 0, err);
-    hx_free(text);
     if (rc == 0 &&
         (hx_json_kind(j->panel) != HX_JSON_ARRAY || hx_json_len(j->panel) == 0))
         rc = hx_fail(err, HX_EFORMAT, "%s: expected a list of panel items", j->c->panel);

@@ -117,8 +117,10 @@ static int needle_once(hx_engine *e, int64_t n_tokens, double depth, uint64_t se
 int score_needle(hx_engine *e, const char *lengths, uint64_t seed, hx_sb *b, hx_err *err)
 {
     const char *p = lengths;
+    hx_info info;
     int rc = 0;
 
+    hx_get_info(e, &info);
     hx_sb_char(b, '[');
     while (rc == 0) {
         char *end;
@@ -129,6 +131,9 @@ int score_needle(hx_engine *e, const char *lengths, uint64_t seed, hx_sb *b, hx_
             return hx_fail(err, HX_EARG,
                            "--needle: \"%.60s\", expected lengths like 1000,8000",
                            lengths);
+        if (n > info.ctx_tokens)
+            return hx_fail(err, HX_EARG, "--needle: %lld tokens, the context has %lld", n,
+                           (long long)info.ctx_tokens);
         for (int d = 0; rc == 0 && d < N_DEPTH; d++) {
             bool yes = false;
 

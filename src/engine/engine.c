@@ -624,8 +624,9 @@ int hx_render(hx_engine *e, hx_str json, const hx_render_opt *opt, int32_t **out
     *out = NULL;
     *n_out = 0;
     if (e->chat == NULL || e->tok == NULL)
-        return hx_fail(err, HX_EUNSUP, "model %s has no %s; send a raw prompt instead",
-                       e->name, e->tok == NULL ? "tokenizer" : "chat template");
+        return hx_fail(err, HX_EUNSUP, "model %s: its folder holds no %s", e->name,
+                       e->tok == NULL ? "tokenizer.json; only token ids can be read"
+                                      : "chat_template.jinja; send a raw prompt instead");
     if ((rc = hx_json_parse(&vars, json, 128, err)) != 0)
         return rc;
     const hx_jinja_opt jopt = { .now_s = (int64_t)time(NULL) };

@@ -30,6 +30,9 @@ int hx_health_open(hx_engine *e, const hx_options *opt, hx_err *err)
     if (!opt->no_canary)
         h->canary_us = (opt->canary_ms != 0 ? opt->canary_ms : 300000) * 1000;
     if (n > 0) {
+        if (access(opt->dump_dir, W_OK | X_OK) != 0)
+            return hx_fail(err, HX_EIO, "dump folder %s: %s", opt->dump_dir,
+                           strerror(errno));
         if ((h->dump_dir = hx_alloc(n)) == NULL)
             return hx_fail(err, HX_ENOMEM, "engine: no memory");
         memcpy(h->dump_dir, opt->dump_dir, n);

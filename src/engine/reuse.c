@@ -322,9 +322,13 @@ void hx_reuse_begin(hx_engine *e, hx_stream *s)
     if (asks(e, s)) {
         hx_count(HX_C_prefix_queries_total, s->n_prompt);
         hx_count(HX_C_prefix_hits_total, s->cached);
-        hx_log(HX_LOG_INFO, "prompt of %lld tokens: %lld kept; %s at %lld",
-               (long long)s->n_prompt, (long long)s->cached, hx_miss_name(s->miss),
-               (long long)s->miss_pos);
+        if (s->miss == HX_MISS_NONE)
+            hx_log(HX_LOG_INFO, "prompt of %lld tokens: all kept",
+                   (long long)s->n_prompt);
+        else
+            hx_log(HX_LOG_INFO, "prompt of %lld tokens: %lld kept; %s at %lld",
+                   (long long)s->n_prompt, (long long)s->cached, hx_miss_name(s->miss),
+                   (long long)s->miss_pos);
     }
 }
 

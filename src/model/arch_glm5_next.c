@@ -155,6 +155,22 @@ static int read_ints(hx_desc *d, const hx_json *t, const char *file, hx_err *err
     return 0;
 }
 
+/* A member that may be absent or null, but is nothing else than wanted. */
+static int read_optional(const hx_json *t, const char *key, hx_json_type wanted,
+                         const char *file, const hx_json **out, hx_err *err)
+{
+    static const char *const names[] = {
+        [HX_JSON_INT] = "an integer", [HX_JSON_ARRAY] = "a list"
+    };
+    const hx_json *v = hx_json_get(t, key);
+
+    *out = hx_json_kind(v) == HX_JSON_NULL ? NULL : v;
+    if (*out != NULL && hx_json_kind(v) != wanted)
+        return hx_fail(err, HX_EFORMAT, "%s: %s: %s, expected %s", file, key,
+                       hx_json_kind_name(v), names[wanted]);
+    return 0;
+}
+
 static int check_fixed(const hx_json *t, const char *file, hx_err *err)
 {
     for (size_t i = 0; i < HX_LEN(fixed_fields); i++) {
@@ -223,10 +239,14 @@ static int read_layers(hx_desc *d, const hx_json *t, const char *file, hx_err *e
     static const char *const mixers[2] = { "linear_attention",
                                            "deepseek_sparse_attention" };
     static const char *const ffns[2] = { "dense", "sparse" };
-    const hx_json *index = hx_json_get(t, "indexer_types");
-    const hx_json *kinds = hx_json_get(t, "mlp_layer_types");
-    const int64_t dense = hx_json_int(hx_json_get(t, "first_k_dense_replace"), -1);
+    const hx_json *index, *kinds = hx_json_get(t, "mlp_layer_types"), *first;
     int rc;
+
+    if ((rc = read_optional(t, "indexer_types", HX_JSON_ARRAY, file, &index, err)) != 0 ||
+        (rc = read_optional(t, "first_k_dense_replace", HX_JSON_INT, file, &first,
+                            err)) != 0)
+        return rc;
+    const int64_t dense = hx_json_int(first, -1);
 
     if ((rc = read_kinds(d->mixer, d->n_layer, hx_json_get(t, "layer_types"), file,
                          "layer_types", mixers, err)) != 0)
@@ -262,8 +282,11 @@ static int read_layers(hx_desc *d, const hx_json *t, const char *file, hx_err *e
 static int read_kda(hx_desc *d, const hx_json *t, const char *file, hx_err *err)
 {
     const hx_json *k = hx_json_get(t, "linear_attn_config");
-    const hx_json *list = hx_json_get(k, "kda_layers");
+    const hx_json *list;
+    const int rc = read_optional(k, "kda_layers", HX_JSON_ARRAY, file, &list, err);
 
+    if (rc != 0)
+        return rc;
     d->kda_heads = hx_json_int(hx_json_get(k, "num_heads"), 0);
     d->kda_width = hx_json_int(hx_json_get(k, "head_dim"), 0);
     d->conv_taps = hx_json_int(hx_json_get(k, "short_conv_kernel_size"), 0);
@@ -311,13 +334,25 @@ static int read_floats(hx_desc *d, const hx_json *t, const char *file, hx_err *e
 static int read_rest(hx_desc *d, const hx_json *config, const hx_json *t,
                      const char *file, hx_err *err)
 {
-    const hx_json *eos = hx_json_get(t, "eos_token_id");
+    const hx_json *eos = hx_json_get(t, "eos_token_id"), *one, *block, *found[3];
     const hx_json *q = hx_json_get(config, "quantization_config");
-    const hx_json *block = hx_json_get(q, "weight_block_size");
-    const int64_t shared = hx_json_int(hx_json_get(t, "n_shared_experts"), 1);
-    const int64_t kv_heads =
-        hx_json_int(hx_json_get(t, "num_key_value_heads"), d->mla_heads);
-    const int64_t qk = hx_json_int(hx_json_get(t, "qk_head_dim"), d->k_width);
+    int rc;
+
+    if ((rc = read_optional(q, "weight_block_size", HX_JSON_ARRAY, file, &block, err)) !=
+            0 ||
+        (rc = read_optional(t, "n_shared_experts", HX_JSON_INT, file, &found[0], err)) !=
+            0 ||
+        (rc = read_optional(t, "num_key_value_heads", HX_JSON_INT, file, &found[1],
+                            err)) != 0 ||
+        (rc = read_optional(t, "qk_head_dim", HX_JSON_INT, file, &found[2], err)) != 0)
+        return rc;
+    one = hx_json_kind(eos) == HX_JSON_INT ? eos : NULL;
+    if (one == NULL &&
+        (rc = read_optional(t, "eos_token_id", HX_JSON_ARRAY, file, &eos, err)) != 0)
+        return rc;
+    const int64_t shared = hx_json_int(found[0], 1),
+                  qk = hx_json_int(found[2], d->k_width),
+                  kv_heads = hx_json_int(found[1], d->mla_heads);
 
     if (d->n_active > d->n_expert || kv_heads != d->mla_heads || qk != d->k_width ||
         shared < 1 || shared > 64 || d->index_topk % d->pool_n != 0 ||
@@ -332,10 +367,8 @@ static int read_rest(hx_desc *d, const hx_json *config, const hx_json *t,
             (long long)shared, HX_PAGE, (long long)d->pool_n);
     d->shared_width = shared * d->expert_width;
     d->index_topk /= d->pool_n;
-    for (size_t i = 0;
-         i < HX_MAX(hx_json_len(eos), (size_t)(hx_json_kind(eos) == HX_JSON_INT)); i++) {
-        const int64_t id =
-            hx_json_int(hx_json_kind(eos) == HX_JSON_INT ? eos : hx_json_at(eos, i), -1);
+    for (size_t i = 0; i < (one != NULL ? 1 : hx_json_len(eos)); i++) {
+        const int64_t id = hx_json_int(one != NULL ? one : hx_json_at(eos, i), -1);
 
         if (id < 0 || id >= d->n_vocab || d->n_eos == (int32_t)HX_LEN(d->eos))
             return hx_fail(err, HX_EFORMAT,

@@ -1,6 +1,8 @@
 /* model.c - opens a model: recognises its family, lets it read the config and bind
  * tensors. Called by the engine and by inspect. Knows no tensor names. */
+#include <errno.h>
 #include <stdio.h>
+#include <unistd.h>
 
 #include "model/model.h"
 
@@ -245,23 +247,27 @@ static const hx_arch *find_arch(const hx_json *config, const char *file, hx_err 
 
 static int read_config(hx_model *m, const char *dir, const hx_arch **arch, hx_err *err)
 {
-    char path[4096], *text = NULL;
-    size_t n = 0;
+    char path[4096];
     hx_json *config = NULL;
     int rc;
 
     if ((size_t)snprintf(path, sizeof path, "%s/config.json", dir) >= sizeof path)
         return hx_fail(err, HX_EARG, "model folder: name longer than %zu bytes",
                        sizeof path);
-    if ((rc = hx_file_read(path, CONFIG_MAX_BYTES, &text, &n, err)) != 0)
-        return rc;
-    if ((rc = hx_json_parse(&config, (hx_str) { text, n }, 0, err)) == 0) {
+    if (access(path, F_OK) != 0 && (errno == ENOENT || errno == ENOTDIR))
+        return hx_fail(err, HX_EIO,
+                       "%s: %s; a model is a folder with config.json, tokenizer.json and "
+                       "safetensors files",
+                       dir,
+                       access(dir, F_OK) != 0 ? "no such folder"
+                       : errno == ENOTDIR     ? "is a file"
+                                              : "holds no config.json");
+    if ((rc = hx_json_read(&config, path, CONFIG_MAX_BYTES, err)) == 0) {
         *arch = find_arch(config, "config.json", err);
         rc = *arch == NULL ? HX_EUNSUP
                            : (*arch)->config(&m->desc, config, "config.json", err);
     }
     hx_json_free(config);
-    hx_free(text);
     return rc;
 }
 

@@ -202,16 +202,14 @@ static int read_entry(entry *e, hx_arena *a, const hx_json *j, hx_str name, hx_e
 
 int hx_sums_read(hx_sums **out, const char *dir, hx_err *err)
 {
-    char path[4096], *text = NULL;
-    size_t n = 0;
+    char path[4096];
     hx_json *j = NULL;
     hx_sums *s = NULL;
     int rc;
 
     *out = NULL;
     snprintf(path, sizeof path, "%s/" HX_SUMS_FILE, dir);
-    if ((rc = hx_file_read(path, (size_t)1 << 30, &text, &n, err)) != 0 ||
-        (rc = hx_json_parse(&j, (hx_str) { text, n }, 0, err)) != 0)
+    if ((rc = hx_json_read(&j, path, (size_t)1 << 30, err)) != 0)
         goto fail;
     const hx_json *t = hx_json_get(j, "tensors");
 
@@ -235,7 +233,6 @@ int hx_sums_read(hx_sums **out, const char *dir, hx_err *err)
 fail:
     hx_sums_close(s);
     hx_json_free(j);
-    hx_free(text);
     return rc;
 }
 

@@ -14,6 +14,7 @@
 static const hx_rename names[] = {
     { "stop", "stop_sequences" },
     { "reasoning_effort", "output_config.effort" },
+    { "response_format.json_schema", "output_config.format" },
     { "response_format", "output_config.format" },
     { NULL, NULL },
 };
@@ -70,6 +71,15 @@ static bool is_kind(const hx_json *j, hx_json_type k)
 static int no_memory(hx_call *c)
 {
     return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
+}
+
+static int refuse_at(reader *d, const char *field, const hx_json *found,
+                     hx_json_type wanted, const char *expected)
+{
+    char param[192];
+
+    snprintf(param, sizeof param, "%s%s", d->at, field);
+    return hx_params_refuse(d->c, param, found, wanted, expected);
 }
 
 static int bad(reader *d, const char *field, const char *why)
@@ -181,13 +191,17 @@ static hx_str without_billing(hx_str s)
     return s;
 }
 
-static int refuse_block(reader *d, hx_str type)
+static int refuse_block(reader *d, const hx_json *block)
 {
+    const hx_str type = type_of(block);
     char why[160];
 
+    if (!is_kind(block, HX_JSON_OBJECT))
+        return refuse_at(d, "", block, HX_JSON_OBJECT, "a block with a type");
     if (type.p == NULL)
-        return bad(d, "", "expected a block with a type");
-    snprintf(why, sizeof why, "blocks of type %.40s are not supported; only text is",
+        return refuse_at(d, ".type", hx_json_get(block, "type"), HX_JSON_STRING,
+                         "a string");
+    snprintf(why, sizeof why, "blocks of type \"%.40s\" are not supported; only text is",
              type.p);
     return bad(d, "", why);
 }
@@ -201,9 +215,9 @@ static int read_block(reader *d, const hx_json *block, hx_sb *text)
     if (hx_str_is(type, "document") && hx_str_is(type_of(source), "text"))
         t = hx_json_get(source, "data");
     else if (!hx_str_is(type, "text"))
-        return refuse_block(d, type);
+        return refuse_block(d, block);
     if (!is_kind(t, HX_JSON_STRING))
-        return bad(d, ".text", "expected a string");
+        return refuse_at(d, ".text", t, HX_JSON_STRING, "a string");
     join(text, hx_json_str(t));
     return 0;
 }
@@ -219,7 +233,7 @@ static int read_text(reader *d, const hx_json *content, hx_sb *text)
         return 0;
     }
     if (!is_kind(content, HX_JSON_ARRAY))
-        return bad(d, "", "expected a string or a list of blocks");
+        return refuse_at(d, "", content, HX_JSON_STRING, "a string or a list of blocks");
     memcpy(at, d->at, sizeof at);
     for (size_t i = 0; rc == 0 && i < hx_json_len(content); i++) {
         snprintf(d->at, sizeof d->at, "%.40s[%zu]", at, i);
@@ -244,12 +258,14 @@ static int take_system(reader *d)
             if (hx_str_is(type_of(block), "text") && is_kind(t, HX_JSON_STRING))
                 join(&text, without_billing(hx_json_str(t)));
             else
-                rc = bad(d, "", "expected {\"type\":\"text\",\"text\":…}");
+                rc = refuse_at(d, "", block, HX_JSON_OBJECT,
+                               "{\"type\":\"text\",\"text\":…}");
         }
     } else if (is_kind(system, HX_JSON_STRING)) {
         join(&text, without_billing(hx_json_str(system)));
     } else if (system != NULL) {
-        rc = bad(d, "", "expected a string or a list of text blocks");
+        rc =
+            refuse_at(d, "", system, HX_JSON_STRING, "a string or a list of text blocks");
     }
     if (rc == 0 && text.n > 0)
         hx_turns_say(&d->turns, "system", (hx_str) { text.p, text.n });
@@ -343,7 +359,7 @@ static int take_thinking(reader *d, const hx_json *block)
     char ours[24];
 
     if (!is_kind(thinking, HX_JSON_STRING))
-        return bad(d, ".thinking", "expected a string");
+        return refuse_at(d, ".thinking", thinking, HX_JSON_STRING, "a string");
     sign(hx_json_str(thinking), ours);
     if (given.n >= 6 && memcmp(given.p, ours, 6) == 0 && !hx_str_is(given, ours))
         return bad(d, ".signature",
@@ -360,9 +376,9 @@ static int take_use(reader *d, const hx_json *block)
     hx_sb args = { 0 };
 
     if (!is_kind(name, HX_JSON_STRING))
-        return bad(d, ".name", "expected a string");
+        return refuse_at(d, ".name", name, HX_JSON_STRING, "a string");
     if (input != NULL && !is_kind(input, HX_JSON_OBJECT))
-        return bad(d, ".input", "expected an object");
+        return refuse_at(d, ".input", input, HX_JSON_OBJECT, "an object");
     if (input != NULL)
         hx_json_write(&args, input);
     hx_turns_call(&d->turns, hx_json_str(hx_json_get(block, "id")), hx_json_str(name),
@@ -392,9 +408,10 @@ static int take_assistant(reader *d, const hx_json *content)
             rc = take_thinking(d, block);
         else if (hx_str_is(type, "tool_use"))
             rc = take_use(d, block);
-        else if (type.p == NULL ||
-                 (hx_str_is(type, "text") && hx_json_str(text).p == NULL))
-            rc = bad(d, "", "expected a block with a type, and text in a text block");
+        else if (type.p == NULL)
+            rc = refuse_block(d, block);
+        else if (hx_str_is(type, "text") && hx_json_str(text).p == NULL)
+            rc = refuse_at(d, ".text", text, HX_JSON_STRING, "a string");
         else if (hx_str_is(type, "text"))
             hx_turns_assistant(&d->turns, hx_json_str(text));
     }
@@ -409,11 +426,13 @@ static int take_message(reader *d, const hx_json *m, size_t i, bool last)
 
     snprintf(d->at, sizeof d->at, "messages[%zu]", i);
     if (!is_kind(m, HX_JSON_OBJECT))
-        return bad(d, "", "expected an object");
+        return refuse_at(d, "", m, HX_JSON_OBJECT, "an object");
     if (!user && !system && !hx_str_is(role, "assistant"))
-        return bad(d, ".role", "expected user, assistant or system");
+        return refuse_at(d, ".role", hx_json_get(m, "role"), HX_JSON_STRING,
+                         "user, assistant or system");
     if (!is_kind(content, HX_JSON_STRING) && !is_kind(content, HX_JSON_ARRAY))
-        return bad(d, ".content", "expected a string or a list of blocks");
+        return refuse_at(d, ".content", content, HX_JSON_STRING,
+                         "a string or a list of blocks");
     if (user || system)
         return take_user(d, user ? "user" : "system", content);
     if (last)
@@ -462,9 +481,11 @@ static int put_tools(reader *d, const hx_json *tools)
             continue;
         snprintf(d->at, sizeof d->at, "tools[%zu]", i);
         if (hx_json_str(hx_json_get(t, "name")).n == 0)
-            return bad(d, ".name", "expected a string that is not empty");
+            return refuse_at(d, ".name", hx_json_get(t, "name"), HX_JSON_STRING,
+                             "a string that is not empty");
         if (!is_kind(hx_json_get(t, "input_schema"), HX_JSON_OBJECT))
-            return bad(d, ".input_schema", "expected an object");
+            return refuse_at(d, ".input_schema", hx_json_get(t, "input_schema"),
+                             HX_JSON_OBJECT, "an object");
         hx_sb_str(b, n++ > 0 ? "," : ",\"tools\":[");
         hx_sb_str(b, "{\"type\":\"function\",\"function\":{");
         for (size_t j = 0; j < HX_LEN(members); j++) {
@@ -509,12 +530,11 @@ static int take_choice(reader *d, const hx_json *tools)
     while (i < HX_LEN(choices) && !hx_str_is(type_of(choice), choices[i].from))
         i++;
     if (i == HX_LEN(choices))
-        return hx_server_problem(d->c, 400, "tool_choice", "invalid_value",
-                                 "tool_choice.type: expected auto, any, tool or none");
+        return hx_params_refuse(d->c, "tool_choice.type", hx_json_get(choice, "type"),
+                                HX_JSON_STRING, "auto, any, tool or none");
     if (choices[i].to == NULL && !has_tool(tools, name))
-        return hx_server_problem(
-            d->c, 400, "tool_choice", "invalid_value",
-            "tool_choice.name: expected the name of one of the tools");
+        return hx_params_refuse(d->c, "tool_choice.name", hx_json_get(choice, "name"),
+                                HX_JSON_STRING, "the name of one of the tools");
     if (choices[i].to != NULL) {
         hx_sb_printf(b, ",\"tool_choice\":\"%s\"", choices[i].to);
     } else {

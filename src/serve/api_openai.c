@@ -33,6 +33,15 @@ static int bad_message(const message *m, const char *rest, const char *why)
     return hx_server_problem(m->c, 400, param, "invalid_value", "%s: %s", param, why);
 }
 
+static int refuse_at(const message *m, const char *rest, const hx_json *found,
+                     hx_json_type wanted, const char *expected)
+{
+    char param[96];
+
+    snprintf(param, sizeof param, "messages[%zu]%s", m->i, rest);
+    return hx_params_refuse(m->c, param, found, wanted, expected);
+}
+
 static void put_member(hx_sb *b, const char *name, hx_str text)
 {
     hx_sb_printf(b, ",\"%s\":", name);
@@ -73,15 +82,18 @@ static int put_part(const message *m, size_t j, const hx_json *part, hx_sb *text
         char why[128];
 
         if (type.p == NULL)
-            return bad_message(m, at, "expected {\"type\":\"text\",\"text\":…}");
+            return refuse_at(m, at, part, HX_JSON_OBJECT,
+                             "{\"type\":\"text\",\"text\":…}");
         snprintf(why, sizeof why,
-                 "parts of type %.40s are not supported yet; only text is", type.p);
+                 "parts of type \"%.40s\" are not supported yet; only text is", type.p);
         return bad_message(m, at, why);
     }
     if (!is_kind(part, HX_JSON_STRING))
         value = hx_json_get(part, part_types[t].member);
-    if (!is_kind(value, HX_JSON_STRING))
-        return bad_message(m, at, "text: expected a string");
+    if (!is_kind(value, HX_JSON_STRING)) {
+        snprintf(at, sizeof at, ".content[%zu].%s", j, part_types[t].member);
+        return refuse_at(m, at, value, HX_JSON_STRING, "a string");
+    }
     if (!is_kind(part, HX_JSON_STRING) && part_types[t].reasoning)
         text = reasoning;
     hx_sb_add(text, hx_json_str(value).p, hx_json_str(value).n);
@@ -107,7 +119,8 @@ static int put_content(const message *m, const hx_json *content, bool tool,
         return 0;
     }
     if (!is_kind(content, HX_JSON_ARRAY))
-        return bad_message(m, ".content", "expected a string or a list of parts");
+        return refuse_at(m, ".content", content, HX_JSON_STRING,
+                         "a string or a list of parts");
     for (size_t j = 0; rc == 0 && j < hx_json_len(content); j++)
         rc = put_part(m, j, hx_json_at(content, j), &text, reasoning);
     if (rc == 0)
@@ -148,18 +161,22 @@ static int put_calls(const message *m, const hx_json *calls)
     int rc;
 
     if (!is_kind(calls, HX_JSON_ARRAY))
-        return bad_message(m, ".tool_calls", "expected a list");
+        return refuse_at(m, ".tool_calls", calls, HX_JSON_ARRAY, "a list");
     hx_sb_str(m->b, ",\"tool_calls\":[");
     for (size_t j = 0; j < hx_json_len(calls); j++) {
         const hx_json *call = hx_json_at(calls, j), *f = hx_json_get(call, "function");
-        const hx_json *name = hx_json_get(f, "name"), *id = hx_json_get(call, "id");
+        const hx_json *name = hx_json_get(f, "name"), *id = hx_params_get(call, "id");
         char at[64];
 
-        snprintf(at, sizeof at, ".tool_calls[%zu].function", j);
+        snprintf(at, sizeof at, ".tool_calls[%zu].id", j);
+        if (id != NULL && !is_kind(id, HX_JSON_STRING))
+            return refuse_at(m, at, id, HX_JSON_STRING, "a string");
+        snprintf(at, sizeof at, ".tool_calls[%zu].function.name", j);
         if (!is_kind(name, HX_JSON_STRING))
-            return bad_message(m, at, "name: expected a string");
+            return refuse_at(m, at, name, HX_JSON_STRING, "a string");
+        snprintf(at, sizeof at, ".tool_calls[%zu].function", j);
         hx_sb_str(m->b, j > 0 ? ",{\"type\":\"function\"" : "{\"type\":\"function\"");
-        if (is_kind(id, HX_JSON_STRING))
+        if (id != NULL)
             put_member(m->b, "id", hx_json_str(id));
         hx_sb_str(m->b, ",\"function\":{\"name\":");
         hx_json_put_str(m->b, hx_json_str(name));
@@ -178,7 +195,8 @@ static int put_function_call(const message *m, const hx_json *call)
     int rc;
 
     if (!is_kind(hx_json_get(call, "name"), HX_JSON_STRING))
-        return bad_message(m, ".function_call", "name: expected a string");
+        return refuse_at(m, ".function_call.name", hx_json_get(call, "name"),
+                         HX_JSON_STRING, "a string");
     hx_sb_str(m->b, ",\"tool_calls\":[{\"type\":\"function\",\"function\":{\"name\":");
     hx_json_put_str(m->b, hx_json_str(hx_json_get(call, "name")));
     hx_sb_str(m->b, ",\"arguments\":");
@@ -198,14 +216,26 @@ static int put_assistant(const message *m, const hx_json *j, const hx_sb *parts)
     if (reasoning == NULL)
         reasoning = hx_params_get(j, "reasoning");
     if (reasoning != NULL && !is_kind(reasoning, HX_JSON_STRING))
-        return bad_message(m, ".reasoning_content", "expected a string");
+        return refuse_at(m, ".reasoning_content", reasoning, HX_JSON_STRING, "a string");
     if (reasoning != NULL)
         put_member(m->b, "reasoning_content", hx_json_str(reasoning));
     else if (parts->n > 0)
         put_member(m->b, "reasoning_content", (hx_str) { parts->p, parts->n });
-    if (calls != NULL && hx_json_len(calls) > 0)
+    if (calls != NULL && (hx_json_len(calls) > 0 || !is_kind(calls, HX_JSON_ARRAY)))
         return put_calls(m, calls);
     return old != NULL ? put_function_call(m, old) : 0;
+}
+
+static int take_name(const message *m, const hx_json *j, const char *name, hx_str *out)
+{
+    const hx_json *v = hx_params_get(j, name);
+    char at[32];
+
+    *out = hx_json_str(v);
+    snprintf(at, sizeof at, ".%s", name);
+    return v == NULL || is_kind(v, HX_JSON_STRING)
+               ? 0
+               : refuse_at(m, at, v, HX_JSON_STRING, "a string");
 }
 
 static int put_message(const message *m, const hx_json *j)
@@ -216,26 +246,27 @@ static int put_message(const message *m, const hx_json *j)
         { "system", "system" },       { "developer", "system" }, { "user", "user" },
         { "assistant", "assistant" }, { "tool", "tool" },        { "function", "tool" },
     };
+    static const char *const names[] = { "tool_call_id", "name" };
     const hx_str role = hx_json_str(hx_json_get(j, "role"));
-    const hx_str id = hx_json_str(hx_json_get(j, "tool_call_id"));
-    const hx_str name = hx_json_str(hx_json_get(j, "name"));
     hx_sb reasoning = { 0 };
     size_t r = 0;
     int rc;
 
     if (!is_kind(j, HX_JSON_OBJECT))
-        return bad_message(m, "", "expected an object");
+        return refuse_at(m, "", j, HX_JSON_OBJECT, "an object");
     while (r < HX_LEN(roles) && !hx_str_is(role, roles[r].from))
         r++;
     if (r == HX_LEN(roles))
-        return bad_message(m, ".role",
-                           "expected system, developer, user, assistant or tool");
+        return refuse_at(m, ".role", hx_json_get(j, "role"), HX_JSON_STRING,
+                         "system, developer, user, assistant or tool");
     hx_sb_printf(m->b, m->i > 0 ? ",{\"role\":\"%s\"" : "{\"role\":\"%s\"", roles[r].to);
     rc = put_content(m, hx_json_get(j, "content"), hx_str_is(role, "tool"), &reasoning);
-    if (id.p != NULL)
-        put_member(m->b, "tool_call_id", id);
-    if (name.p != NULL)
-        put_member(m->b, "name", name);
+    for (size_t i = 0; rc == 0 && i < HX_LEN(names); i++) {
+        hx_str text = { NULL, 0 };
+
+        if ((rc = take_name(m, j, names[i], &text)) == 0 && text.p != NULL)
+            put_member(m->b, names[i], text);
+    }
     if (rc == 0 && hx_str_is(role, "assistant"))
         rc = put_assistant(m, j, &reasoning);
     hx_sb_char(m->b, '}');
@@ -251,11 +282,8 @@ static int put_messages(hx_call *c, hx_sb *b)
     int rc;
 
     if (!is_kind(list, HX_JSON_ARRAY) || hx_json_len(list) == 0)
-        return hx_server_problem(
-            c, 400, "messages",
-            list == NULL ? "missing_required_parameter" : "invalid_type",
-            "messages: found %s, expected a list of at least one message",
-            list == NULL ? "nothing" : hx_json_kind_name(list));
+        return hx_params_refuse(c, "messages", list, HX_JSON_ARRAY,
+                                "a list of at least one message");
     hx_sb_str(b, "\"messages\":[");
     for (; m.i < hx_json_len(list); m.i++)
         if ((rc = put_message(&m, hx_json_at(list, m.i))) != 0)
@@ -272,15 +300,22 @@ static int put_tools(hx_call *c, const hx_json *tools, hx_sb *b, size_t *n)
     *n = 0;
     for (size_t i = 0; i < hx_json_len(tools); i++) {
         const hx_json *t = hx_json_at(tools, i), *f = hx_json_get(t, "function");
-        const hx_json *type = hx_params_get(t, "type");
+        const hx_json *type = hx_params_get(t, "type"), *name = hx_json_get(f, "name");
+        const hx_json *about = hx_params_get(f, "description");
         char param[64];
 
+        snprintf(param, sizeof param, "tools[%zu].type", i);
+        if (type != NULL && !is_kind(type, HX_JSON_STRING))
+            return hx_params_refuse(c, param, type, HX_JSON_STRING, "a string");
         if (type != NULL && !hx_str_is(hx_json_str(type), "function"))
             continue;
-        snprintf(param, sizeof param, "tools[%zu].function", i);
-        if (!is_kind(hx_json_get(f, "name"), HX_JSON_STRING))
-            return hx_server_problem(c, 400, param, "invalid_value",
-                                     "%s: expected an object with a name", param);
+        snprintf(param, sizeof param, "tools[%zu].function.name", i);
+        if (hx_json_str(name).n == 0)
+            return hx_params_refuse(c, param, name, HX_JSON_STRING,
+                                    "a string that is not empty");
+        snprintf(param, sizeof param, "tools[%zu].function.description", i);
+        if (about != NULL && !is_kind(about, HX_JSON_STRING))
+            return hx_params_refuse(c, param, about, HX_JSON_STRING, "a string");
         hx_sb_str(b, (*n)++ > 0 ? "," : ",\"tools\":[");
         hx_json_write(b, t);
     }
@@ -299,8 +334,8 @@ static int allow_tools(hx_call *c, hx_generate *g, const hx_json *choice)
         hx_json_str(hx_params_get(inner != NULL ? inner : choice, "mode"));
 
     if (!is_kind(list, HX_JSON_ARRAY))
-        return hx_server_problem(c, 400, "tool_choice", "invalid_type",
-                                 "tool_choice.allowed_tools.tools: expected a list");
+        return hx_params_refuse(c, "tool_choice.allowed_tools.tools", list, HX_JSON_ARRAY,
+                                "a list");
     g->allowed = list;
     g->tool_choice = hx_str_is(mode, "required") ? HX_TOOLS_REQUIRED : HX_TOOLS_AUTO;
     return 0;
@@ -337,9 +372,11 @@ static int read_tool_choice(hx_call *c, hx_generate *g)
             g->tool_choice = words[i].choice;
             return 0;
         }
-    return hx_server_problem(c, 400, "tool_choice", "invalid_value",
-                             "tool_choice: expected \"auto\", \"none\", \"required\" or "
-                             "{\"type\":\"function\",\"function\":{\"name\":…}}");
+    return hx_params_refuse(c, "tool_choice", choice,
+                            is_kind(choice, HX_JSON_OBJECT) ? HX_JSON_OBJECT
+                                                            : HX_JSON_STRING,
+                            "\"auto\", \"none\", \"required\" or "
+                            "{\"type\":\"function\",\"function\":{\"name\":…}}");
 }
 
 static int read_tools(hx_call *c, hx_generate *g, hx_sb *b)
@@ -349,10 +386,11 @@ static int read_tools(hx_call *c, hx_generate *g, hx_sb *b)
     size_t n;
     int rc;
 
+    if (hx_params_get(c->body, "functions") != NULL)
+        return hx_server_problem(c, 400, "functions", "unsupported_value",
+                                 "functions: not supported; send them as tools");
     if (tools != NULL && !is_kind(tools, HX_JSON_ARRAY))
-        return hx_server_problem(c, 400, "tools", "invalid_type",
-                                 "tools: found %s, expected a list",
-                                 hx_json_kind_name(tools));
+        return hx_params_refuse(c, "tools", tools, HX_JSON_ARRAY, "a list");
     if ((rc = read_tool_choice(c, g)) != 0 ||
         (rc = hx_params_bool(c, c->body, "parallel_tool_calls", &parallel)) != 0)
         return rc;
@@ -388,10 +426,11 @@ static int put_effort(hx_call *c, hx_generate *g, hx_sb *b)
     while (i < HX_LEN(efforts) && !hx_str_is(effort, efforts[i].from))
         i++;
     if (i == HX_LEN(efforts))
-        return hx_server_problem(
-            c, 400, "reasoning_effort", "invalid_value",
-            "reasoning_effort: expected none, minimal, low, medium, high, "
-            "xhigh or max");
+        return hx_server_problem(c, 400, "reasoning_effort", "invalid_value",
+                                 "reasoning_effort: found \"%.*s\", expected none, "
+                                 "minimal, low, medium, high, "
+                                 "xhigh or max",
+                                 (int)HX_MIN(effort.n, 40u), effort.p);
     g->no_thinking = g->no_thinking || hx_str_is(effort, "none");
     put_member(b, "reasoning_effort", hx_str_c(efforts[i].to));
     return 0;
@@ -676,7 +715,7 @@ static void end_chunk(chat *t, int32_t index, const char *finish, hx_sb *out)
     if (t->req.sampling.want_logprobs && k->logprobs.n > 0) {
         hx_sb_str(out, ",\"logprobs\":{\"content\":[");
         hx_sb_add(out, k->logprobs.p, k->logprobs.n);
-        hx_sb_str(out, "]}");
+        hx_sb_str(out, "],\"refusal\":null}");
         k->logprobs.n = 0;
     }
     if (finish != NULL) {
@@ -778,6 +817,7 @@ static void put_message_json(hx_sb *b, const choice *k)
         hx_sb_str(b, "null");
     else
         hx_json_put_str(b, (hx_str) { k->content.p, k->content.n });
+    hx_sb_str(b, ",\"refusal\":null"); /* OpenAI's clients may count on it */
     if (k->reasoning.n > 0) {
         put_member(b, "reasoning_content", (hx_str) { k->reasoning.p, k->reasoning.n });
         put_member(b, "reasoning", (hx_str) { k->reasoning.p, k->reasoning.n });
@@ -811,7 +851,7 @@ static void reply_whole(void *ud)
         if (t->req.sampling.want_logprobs) {
             hx_sb_str(&b, ",\"logprobs\":{\"content\":[");
             hx_sb_add(&b, k->logprobs.p, k->logprobs.n);
-            hx_sb_str(&b, "]}");
+            hx_sb_str(&b, "],\"refusal\":null}");
         } else {
             hx_sb_str(&b, ",\"logprobs\":null");
         }
@@ -952,11 +992,12 @@ int hx_openai_chat(hx_call *c)
         (rc = read_logprobs(c, &t->req.sampling)) != 0 ||
         (rc = hx_openai_vars(c, &t->req)) != 0)
         return rc;
-    if (t->req.sampling.max_new == 0 &&
-        (hx_params_get(c->body, "max_tokens") != NULL ||
-         hx_params_get(c->body, "max_completion_tokens") != NULL))
-        return hx_server_problem(c, 400, "max_tokens", "invalid_value",
-                                 "max_tokens: 0, expected at least 1");
+    const char *most = hx_params_get(c->body, "max_completion_tokens") != NULL
+                           ? "max_completion_tokens"
+                           : "max_tokens";
+    if (t->req.sampling.max_new == 0 && hx_params_get(c->body, most) != NULL)
+        return hx_server_problem(c, 400, most, "invalid_value",
+                                 "%s: 0, expected at least 1", most);
     if ((t->choice = hx_arena_alloc(&c->arena, (size_t)t->req.n * sizeof *t->choice)) ==
         NULL)
         return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");

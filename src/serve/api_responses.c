@@ -16,6 +16,7 @@
 static const hx_rename names[] = {
     { "messages", "input" },
     { "max_tokens", "max_output_tokens" },
+    { "response_format.json_schema", "text.format" },
     { "response_format", "text.format" },
     { "reasoning_effort", "reasoning.effort" },
     { NULL, NULL },
@@ -71,6 +72,15 @@ static int no_memory(hx_call *c)
     return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
 }
 
+static int refuse_at(reader *d, const char *field, const hx_json *found,
+                     hx_json_type wanted, const char *expected)
+{
+    char param[192];
+
+    snprintf(param, sizeof param, "%s%s", d->at, field);
+    return hx_params_refuse(d->c, param, found, wanted, expected);
+}
+
 static int bad(reader *d, const char *field, const char *why)
 {
     char param[192];
@@ -93,7 +103,7 @@ static int read_text(reader *d, const char *field, const hx_json *j, hx_sb *out)
         return 0;
     }
     if (!is_kind(j, HX_JSON_ARRAY))
-        return bad(d, field, "expected a string or a list of parts");
+        return refuse_at(d, field, j, HX_JSON_STRING, "a string or a list of parts");
     for (size_t i = 0; i < hx_json_len(j); i++) {
         const hx_json *part = hx_json_at(j, i);
         const hx_str type = hx_json_str(hx_json_get(part, "type"));
@@ -105,14 +115,16 @@ static int read_text(reader *d, const char *field, const hx_json *j, hx_sb *out)
         while (k < HX_LEN(kinds) && !hx_str_is(type, kinds[k]))
             k++;
         if (type.p == NULL)
-            return bad(d, at, "expected {\"type\":\"input_text\",\"text\":…}");
+            return refuse_at(d, at, part, HX_JSON_OBJECT,
+                             "{\"type\":\"input_text\",\"text\":…}");
         if (k == HX_LEN(kinds) && !refusal) {
             snprintf(why, sizeof why,
-                     "parts of type %.40s are not supported; only text is", type.p);
+                     "parts of type \"%.40s\" are not supported; only text is", type.p);
             return bad(d, at, why);
         }
+        snprintf(at, sizeof at, "%s[%zu].%s", field, i, refusal ? "refusal" : "text");
         if (!is_kind(text, HX_JSON_STRING))
-            return bad(d, at, "text: expected a string");
+            return refuse_at(d, at, text, HX_JSON_STRING, "a string");
         hx_sb_add(out, hx_json_str(text).p, hx_json_str(text).n);
     }
     return 0;
@@ -134,7 +146,8 @@ static int take_message(reader *d, const hx_json *item)
     while (i < HX_LEN(roles) && !hx_str_is(role, roles[i].from))
         i++;
     if (i == HX_LEN(roles))
-        return bad(d, ".role", "expected user, assistant, system or developer");
+        return refuse_at(d, ".role", hx_json_get(item, "role"), HX_JSON_STRING,
+                         "user, assistant, system or developer");
     rc = read_text(d, ".content", hx_json_get(item, "content"), &text);
     if (rc == 0 && roles[i].to != NULL)
         hx_turns_say(&d->turns, roles[i].to, (hx_str) { text.p, text.n });
@@ -175,12 +188,14 @@ static int take_call(reader *d, const hx_json *item)
     bool ok;
 
     if (name.p == NULL)
-        return bad(d, ".name", "expected a string");
+        return refuse_at(d, ".name", hx_json_get(item, "name"), HX_JSON_STRING,
+                         "a string");
     ok = args.n == 0 ||
          (hx_json_parse(&parsed, args, 0, NULL) == 0 && is_kind(parsed, HX_JSON_OBJECT));
     hx_json_free(parsed);
     if (!ok || (args.p == NULL && hx_params_get(item, "arguments") != NULL))
-        return bad(d, ".arguments", "expected a string that holds a JSON object");
+        return refuse_at(d, ".arguments", hx_json_get(item, "arguments"), HX_JSON_STRING,
+                         "a string that holds a JSON object");
     hx_turns_call(&d->turns, hx_json_str(hx_json_get(item, "call_id")), name, args);
     return 0;
 }
@@ -193,9 +208,10 @@ static int take_custom_call(reader *d, const hx_json *item)
     hx_sb args = { 0 };
 
     if (name.p == NULL)
-        return bad(d, ".name", "expected a string");
+        return refuse_at(d, ".name", hx_json_get(item, "name"), HX_JSON_STRING,
+                         "a string");
     if (!is_kind(input, HX_JSON_STRING))
-        return bad(d, ".input", "expected a string");
+        return refuse_at(d, ".input", input, HX_JSON_STRING, "a string");
     hx_sb_str(&args, "{\"input\":");
     hx_json_put_str(&args, hx_json_str(input));
     hx_sb_char(&args, '}');
@@ -279,7 +295,7 @@ static int take_item(reader *d, const hx_json *item)
     const item_kind *k = find_kind(item);
 
     if (!is_kind(item, HX_JSON_OBJECT))
-        return bad(d, "", "expected an object");
+        return refuse_at(d, "", item, HX_JSON_OBJECT, "an object");
     return k->run != NULL ? k->run(d, item) : 0;
 }
 
@@ -432,8 +448,9 @@ static int take_list(reader *d, const hx_json *input)
         /* AI SDKs leave the type out of a reference, as the API allows. */
         if (hx_str_is(type, "item_reference") ||
             (type.p == NULL && id.p != NULL && hx_json_len(item) == 1)) {
-            rc =
-                id.p != NULL ? take_reference(d, id) : bad(d, ".id", "expected a string");
+            rc = id.p != NULL ? take_reference(d, id)
+                              : refuse_at(d, ".id", hx_json_get(item, "id"),
+                                          HX_JSON_STRING, "a string");
             continue;
         }
         if ((rc = take_item(d, item)) == 0)
@@ -454,11 +471,8 @@ static int take_input(reader *d)
     if (!is_kind(input, HX_JSON_STRING) &&
         (!is_kind(input, HX_JSON_ARRAY) ||
          (n == 0 && hx_params_get(d->c->body, "previous_response_id") == NULL)))
-        return hx_server_problem(
-            d->c, 400, "input",
-            input == NULL ? "missing_required_parameter" : "invalid_type",
-            "input: found %s, expected a string or a list of at least one item",
-            input == NULL ? "nothing" : hx_json_kind_name(input));
+        return hx_params_refuse(d->c, "input", input, HX_JSON_ARRAY,
+                                "a string or a list of at least one item");
     if ((d->input = hx_arena_alloc(&d->c->arena, (n + 1) * sizeof *d->input)) == NULL)
         return no_memory(d->c);
     if (instructions.n > 0)
@@ -534,11 +548,12 @@ static int take_tool(reader *d, const hx_json *tool, hx_str space)
                             .custom = hx_str_is(type, "custom") };
 
     if (!is_kind(tool, HX_JSON_OBJECT))
-        return bad(d, "", "expected an object");
+        return refuse_at(d, "", tool, HX_JSON_OBJECT, "an object");
     if (!t.custom && !hx_str_is(type, "function"))
         return 0;
     if (t.name.n == 0)
-        return bad(d, ".name", "expected a string that is not empty");
+        return refuse_at(d, ".name", hx_json_get(tool, "name"), HX_JSON_STRING,
+                         "a string that is not empty");
     t.shown = join_names(d->c, space, t.name);
     if (t.shown.p == NULL)
         return no_memory(d->c);

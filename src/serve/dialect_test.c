@@ -370,7 +370,7 @@ static const refusal responses_refused[] = {
     { "/responses", "{\"input\":\"x\",\"reasoning\":{\"effort\":3}}", 400,
       "reasoning.effort" },
     { "/responses", "{\"input\":\"x\",\"text\":{\"format\":{\"type\":\"json_schema\"}}}",
-      400, "text.format" },
+      400, "text.format.schema" },
     { "/responses", "{\"input\":\"x\",\"max_output_tokens\":-1}", 400,
       "max_output_tokens" },
     { "/responses", "{\"input\":\"x\",\"top_logprobs\":21}", 400, "top_logprobs" },
@@ -390,13 +390,13 @@ static const refusal messages_refused[] = {
       "messages[0].role: " },
     { "/messages", MSG("{\"role\":\"user\"}"), 400, "messages[0].content: " },
     { "/messages", MSG("{\"role\":\"user\",\"content\":[{\"type\":\"image\"}]}"), 400,
-      "messages[0].content[0]: blocks of type image" },
+      "messages[0].content[0]: blocks of type \"image\" are" },
     { "/messages",
       MSG("{\"role\":\"user\",\"content\":[{\"type\":\"tool_result\",\"content\":[{"
           "\"type\":\"image\"}]}]}"),
-      400, "messages[0].content[0][0]: blocks of type image" },
+      400, "messages[0].content[0][0]: blocks of type \"image\" are" },
     { "/messages", MSG("{\"role\":\"user\",\"content\":[\"x\"]}"), 400,
-      "messages[0].content[0]: expected a block" },
+      "messages[0].content[0]: found string, expected a block" },
     { "/messages",
       MSG("{\"role\":\"assistant\",\"content\":[{\"type\":\"tool_use\",\"name\":"
           "\"f\","

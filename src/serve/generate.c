@@ -197,7 +197,7 @@ static int64_t think_max(const hx_generate *q)
 static int submit(hx_gen *g, answer *a)
 {
     hx_request r = g->req.sampling;
-    hx_err err = { 0 };
+    hx_err err = { 0 }, named = { 0 };
     int rc;
 
     if (g->req.loop_guard && (a->loop = hx_loop_open()) == NULL)
@@ -220,11 +220,11 @@ static int submit(hx_gen *g, answer *a)
     }
     if (rc == 0)
         return 0;
-    return hx_server_problem_err(g->call, rc,
-                                 rc == HX_EFORMAT || rc == HX_EUNSUP || rc == HX_ELIMIT
-                                     ? g->req.grammar_param
-                                     : NULL,
-                                 &err);
+    const char *param = g->req.grammar_param;
+    if (param == NULL || (rc != HX_EFORMAT && rc != HX_EUNSUP && rc != HX_ELIMIT))
+        return hx_server_problem_err(g->call, rc, NULL, &err);
+    hx_fail(&named, rc, "%s: %s", param, err.msg);
+    return hx_server_problem_err(g->call, rc, param, &named);
 }
 
 static int open_answers(hx_gen *g)
@@ -557,6 +557,8 @@ static int take_answers(hx_gen *g, hx_err *err)
             rc = take_answer(g, &g->answer[i], err);
     if (rc == 0 && g->client == HX_HTTP_GONE)
         rc = hx_fail(err, HX_ECANCEL, "client: gone");
+    else if (rc == 0 && g->n_live > 0 && hx_http_over(g->call->x))
+        rc = hx_fail(err, HX_ECANCEL, "the server is shutting down");
     return rc;
 }
 
@@ -611,11 +613,15 @@ static void end(hx_gen *g, int rc, const hx_err *err)
 
     hx_http_on_news(c->x, NULL, NULL);
     live_remove(g);
-    for (int32_t i = 0; i < g->n_answer; i++)
+    for (int32_t i = 0; i < g->n_answer; i++) {
         hx_on_ready(g->answer[i].stream, NULL, NULL);
+        if (!g->answer[i].done)
+            c->n_answer += g->answer[i].n_token;
+    }
     if (rc != 0 && !gone)
         hx_server_problem(c, rc == HX_ENOMEM || rc == HX_ECANCEL ? 503 : 500, NULL,
-                          "engine_error", "%s", err->msg);
+                          rc == HX_ECANCEL ? "shutting_down" : "engine_error", "%s",
+                          err->msg);
     g->rc = g->sink.end(g->sink.ud, gone ? HX_ECANCEL : rc == 0 ? 0 : HX_EARG);
     hx_gen_close(g);
     g->ended = true;

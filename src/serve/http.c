@@ -27,6 +27,7 @@
 #include <uv.h>
 
 #define LINGER_MS     2000  /* after our end: how long a client may be silent */
+#define FAREWELL_MS   1000  /* for the ends of answers that the stop cuts off */
 #define LINGER_ALL_MS 30000 /* and how long it may go on sending */
 #define READ_BYTES    65536
 #define WRITE_BYTES   1048576 /* of one write */
@@ -112,12 +113,12 @@ struct hx_http {
     bool spare_busy; /* spare is closing */
     bool waiting;    /* a client waits for spare */
     conn *conns;
-    int32_t n_open;    /* of conns: with open handles */
-    size_t body_bytes; /* held by readers */
-    _Atomic bool stopping;
-    _Atomic int64_t stop_ms; /* a new hx_http_stop(), or -1 */
-    uv_mutex_t lock;         /* guards ready and the conn fields named above */
-    conn *ready;             /* connections with news for the loop */
+    int32_t n_open;              /* of conns: with open handles */
+    size_t body_bytes;           /* held by readers */
+    _Atomic bool stopping, over; /* over: what still runs says goodbye */
+    _Atomic int64_t stop_ms;     /* a new hx_http_stop(), or -1 */
+    uv_mutex_t lock;             /* guards ready and the conn fields named above */
+    conn *ready;                 /* connections with news for the loop */
     char buf[READ_BYTES];
 };
 
@@ -798,12 +799,26 @@ static void on_connect(uv_stream_t *listener, int status)
         arm(c, c->tls != NULL ? h->opt.head_ms : h->opt.idle_ms);
 }
 
+static void drop_all(hx_http *h)
+{
+    for (conn *c = h->conns; c != NULL; c = c->next)
+        conn_drop(c);
+}
+
+/* At first answers that still run are told, so that their ends reach the clients. */
 static void on_drained(uv_timer_t *t)
 {
     hx_http *h = t->data;
 
+    if (atomic_exchange(&h->over, true)) {
+        drop_all(h);
+        return;
+    }
+    uv_mutex_lock(&h->lock);
     for (conn *c = h->conns; c != NULL; c = c->next)
-        conn_drop(c);
+        tell(c);
+    uv_mutex_unlock(&h->lock);
+    uv_timer_start(t, on_drained, FAREWELL_MS, 0);
 }
 
 static void begin_drain(hx_http *h, int64_t ms)
@@ -860,6 +875,13 @@ bool hx_http_gone(const hx_exchange *x)
     conn *c = x->conn;
 
     return atomic_load(&c->gone);
+}
+
+bool hx_http_over(const hx_exchange *x)
+{
+    const conn *c = x->conn;
+
+    return atomic_load(&c->h->over);
 }
 
 void hx_http_on_news(hx_exchange *x, void (*fn)(void *ud), void *ud)
@@ -1074,6 +1096,8 @@ static int bind_path(hx_http *h, hx_err *err)
                        sizeof(((struct sockaddr_un *)0)->sun_path) - 1);
     remove_stale(path);
     rc = uv_pipe_bind(&h->listener.pipe, path);
+    if (rc == UV_EACCES && errno == ENOENT) /* libuv takes one for the other */
+        rc = UV_ENOENT;
     if (rc == 0)
         rc = uv_listen(&h->listener.stream, 1024, on_connect);
     if (rc != 0)
@@ -1169,7 +1193,7 @@ void hx_http_close(hx_http *h)
     if (h == NULL)
         return;
     on_wake(&h->wake);
-    on_drained(&h->drain);
+    drop_all(h);
     uv_walk(&h->loop, close_handle, NULL);
     while (uv_run(&h->loop, UV_RUN_DEFAULT) != 0)
         ;

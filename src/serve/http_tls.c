@@ -24,8 +24,9 @@ struct hx_tls_conn {
 /* The innermost reason, which names the file's fault. */
 static int fail_with(hx_err *err, const char *what, const char *path)
 {
-    const unsigned long e = ERR_peek_last_error();
-    const char *why = ERR_reason_error_string(e);
+    const unsigned long e = ERR_peek_error(); /* the first says most */
+    const char *why =
+        ERR_SYSTEM_ERROR(e) ? strerror(ERR_GET_REASON(e)) : ERR_reason_error_string(e);
 
     ERR_clear_error();
     return hx_fail(err, HX_EARG, "TLS: %s %.120s: %.80s", what, path,
@@ -52,7 +53,8 @@ int hx_tls_open(hx_tls **out, const char *cert, const char *key, hx_err *err)
 
     *out = NULL;
     if (cert == NULL || key == NULL)
-        return hx_fail(err, HX_EARG, "TLS: needs a certificate and its key");
+        return hx_fail(err, HX_EARG,
+                       "TLS: needs a certificate and its key: --tls-cert and --tls-key");
     if ((t = hx_new(hx_tls, 1)) == NULL ||
         (t->ctx = SSL_CTX_new(TLS_server_method())) == NULL) {
         hx_tls_close(t);

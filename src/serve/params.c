@@ -18,6 +18,26 @@ const hx_json *hx_params_get(const hx_json *obj, const char *name)
     return hx_json_kind(j) == HX_JSON_NULL ? NULL : j;
 }
 
+int hx_params_refuse(hx_call *c, const char *param, const hx_json *found,
+                     hx_json_type wanted, const char *expected)
+{
+    const hx_json_type kind = hx_json_kind(found);
+    const hx_str text = hx_json_str(found);
+    char value[64];
+
+    if (kind == HX_JSON_NULL)
+        return hx_server_problem(c, 400, param, "missing_required_parameter",
+                                 "%s: found nothing, expected %s", param, expected);
+    snprintf(value, sizeof value, "%s",
+             kind == HX_JSON_ARRAY && hx_json_len(found) == 0 ? "an empty list"
+                                                              : hx_json_kind_name(found));
+    if (kind == wanted && kind == HX_JSON_STRING)
+        snprintf(value, sizeof value, "\"%.*s\"", (int)HX_MIN(text.n, 40u), text.p);
+    return hx_server_problem(c, 400, param,
+                             kind == wanted ? "invalid_value" : "invalid_type",
+                             "%s: found %s, expected %s", param, value, expected);
+}
+
 static int wrong_type(hx_call *c, const char *name, const char *expected,
                       const hx_json *found)
 {
@@ -174,10 +194,16 @@ static int read_stop(hx_call *c, hx_request *r)
     if ((stop = hx_arena_alloc(&c->arena, HX_MAX(n, 1u) * sizeof *stop)) == NULL)
         return hx_server_problem(c, 503, "stop", "out_of_memory", "stop: no memory");
     for (size_t i = 0; i < n; i++) {
-        stop[i] = hx_json_str(one ? j : hx_json_at(j, i));
-        if (stop[i].n == 0)
-            return hx_server_problem(c, 400, "stop", "invalid_value",
-                                     "stop[%zu]: expected a string that is not empty", i);
+        const hx_json *text = one ? j : hx_json_at(j, i);
+
+        stop[i] = hx_json_str(text);
+        if (stop[i].n == 0) {
+            char param[32];
+
+            snprintf(param, sizeof param, "stop[%zu]", i);
+            return hx_params_refuse(c, param, text, HX_JSON_STRING,
+                                    "a string that is not empty");
+        }
     }
     r->stop = stop;
     r->n_stop = (int32_t)n;
@@ -318,13 +344,12 @@ static int read_response_format(hx_call *c, hx_generate *g)
     if (hx_str_is(type, "json_object"))
         return hx_params_grammar(c, g, HX_GRAMMAR_JSON, "response_format", NULL);
     if (!hx_str_is(type, "json_schema"))
-        return hx_server_problem(c, 400, "response_format", "invalid_value",
-                                 "response_format.type: expected \"text\", "
-                                 "\"json_object\" or \"json_schema\"");
+        return hx_params_refuse(c, "response_format.type", hx_params_get(format, "type"),
+                                HX_JSON_STRING,
+                                "\"text\", \"json_object\" or \"json_schema\"");
     if (hx_json_kind(schema) != HX_JSON_OBJECT)
-        return hx_server_problem(
-            c, 400, "response_format", "invalid_value",
-            "response_format.json_schema.schema: expected an object");
+        return hx_params_refuse(c, "response_format.json_schema.schema", schema,
+                                HX_JSON_OBJECT, "an object");
     return hx_params_grammar(c, g, HX_GRAMMAR_JSON_SCHEMA, "response_format", schema);
 }
 
@@ -343,6 +368,10 @@ static int read_guide(hx_call *c, hx_generate *g, const guide *d)
 
     if (v == NULL || (is_switch && !hx_json_bool(v, true)))
         return 0;
+    if (d->kind == HX_GRAMMAR_CHOICE && hx_json_kind(v) == HX_JSON_ARRAY &&
+        hx_json_len(v) == 0)
+        return hx_params_refuse(c, d->name, v, HX_JSON_ARRAY,
+                                "a list of at least one string");
     if (hx_json_kind(v) != d->type && hx_json_kind(v) != d->other)
         return wrong_type(c, d->name,
                           is_switch                   ? "true or false"

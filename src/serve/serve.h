@@ -44,7 +44,8 @@ void hx_server_set_engine(hx_server *s, hx_engine *e);
 void hx_server_set_loading(hx_server *s, uint64_t done_bytes, uint64_t total_bytes);
 /* Serves until hx_server_stop(); then drains. 0, or HX_EIO. */
 int hx_server_run(hx_server *s, hx_err *err);
-void hx_server_stop(hx_server *s); /* any thread, signal handlers too */
+/* Any thread, signal handlers too. Once more: running answers end now. */
+void hx_server_stop(hx_server *s);
 void hx_server_close(hx_server *s);
 
 /* ---- http.c: sockets to requests, responses to sockets ------------------ */
@@ -106,6 +107,9 @@ hx_str hx_http_header(const hx_exchange *x, const char *name);
 /* The client closed or half-closed; whoever computes for it should stop. Cheap, any
  * thread. */
 bool hx_http_gone(const hx_exchange *x);
+/* After hx_http_stop(): the time of answers is over; whoever gives one ends it, with a
+ * word to the client, within a second. Cheap, any thread. */
+bool hx_http_over(const hx_exchange *x);
 /* fn(ud), on the loop thread, when that happens (at once if it has) and when a client
  * whose queue was full has caught up; NULL takes it back: fn does not run after that. It
  * may only wake somebody, and no lock that it takes may be held in a call of hx_http_*,
@@ -370,6 +374,10 @@ void hx_gen_close_pump(hx_pump *p);
 
 /* A member of the body; NULL when absent or null. */
 const hx_json *hx_params_get(const hx_json *obj, const char *name);
+/* Notes a 400 and returns its error: "PARAM: found F, expected E", with the code for a
+ * missing field, one of another type than wanted, or another value. */
+int hx_params_refuse(hx_call *c, const char *param, const hx_json *found,
+                     hx_json_type wanted, const char *expected);
 /* These set *out where the field is there; else leave it. A wrong type or a value out of
  * range is a problem that names the field. */
 int hx_params_bool(hx_call *c, const hx_json *obj, const char *name, bool *out);

@@ -769,9 +769,16 @@ static hx_call *get(call_queue *q)
 
 static int parse_body(hx_call *c)
 {
+    const hx_str coding = hx_http_header(c->x, "content-encoding");
     hx_err err = { 0 };
-    int rc = hx_json_parse(&c->body, c->x->body, 128, &err);
+    int rc;
 
+    if (coding.n > 0 && !hx_str_is(coding, "identity"))
+        return hx_server_problem(
+            c, 415, NULL, "unsupported_media_type",
+            "Content-Encoding: \"%.*s\" is not read here; send the body as it is",
+            (int)HX_MIN(coding.n, 40u), coding.p);
+    rc = hx_json_parse(&c->body, c->x->body, 128, &err);
     if (rc != 0)
         return hx_server_problem(c, rc == HX_ENOMEM ? 503 : 400, NULL, "invalid_json",
                                  "request body: %s", err.msg);
@@ -1067,8 +1074,7 @@ int hx_server_run(hx_server *s, hx_err *err)
 
 void hx_server_stop(hx_server *s)
 {
-    atomic_store(&s->draining, true);
-    hx_http_stop(s->http, s->drain_ms);
+    hx_http_stop(s->http, atomic_exchange(&s->draining, true) ? 0 : s->drain_ms);
 }
 
 void hx_server_close(hx_server *s)

@@ -197,19 +197,19 @@ static void test_refused(void **state)
         { "{}", "messages", "missing_required_parameter" },
         { "{\"messages\":null}", "messages", "missing_required_parameter" },
         { "{\"messages\":5}", "messages", "invalid_type" },
-        { "{\"messages\":[]}", "messages", "invalid_type" },
-        { "{\"messages\":[5]}", "messages[0]", "invalid_value" },
+        { "{\"messages\":[]}", "messages", "invalid_value" },
+        { "{\"messages\":[5]}", "messages[0]", "invalid_type" },
         { "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"},{\"role\":\"king\","
           "\"content\":\"b\"}]}",
           "messages[1].role", "invalid_value" },
         { "{\"messages\":[{\"role\":\"user\",\"content\":7}]}", "messages[0].content",
-          "invalid_value" },
+          "invalid_type" },
         { "{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":"
           "\"a\"},"
           "{\"type\":\"image_url\",\"image_url\":{\"url\":\"data:,\"}}]}]}",
           "messages[0].content[1]", "invalid_value" },
         { "{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\"}]}]}",
-          "messages[0].content[0]", "invalid_value" },
+          "messages[0].content[0].text", "missing_required_parameter" },
         { "{\"messages\":[{\"role\":\"assistant\",\"tool_calls\":[{\"function\":{"
           "\"name\":\"f\","
           "\"arguments\":\"{\"}}]}]}",
@@ -219,21 +219,35 @@ static void test_refused(void **state)
           "\"arguments\":\"[1]\"}}]}]}",
           "messages[0].tool_calls[0].function", "invalid_value" },
         { "{\"messages\":[{\"role\":\"assistant\",\"tool_calls\":[{\"function\":{}}]}]}",
-          "messages[0].tool_calls[0].function", "invalid_value" },
+          "messages[0].tool_calls[0].function.name", "missing_required_parameter" },
+        { "{\"messages\":[{\"role\":\"assistant\",\"tool_calls\":\"f\"}]}",
+          "messages[0].tool_calls", "invalid_type" },
+        { "{\"messages\":[{\"role\":\"assistant\",\"tool_calls\":[{\"id\":7,"
+          "\"function\":{\"name\":\"f\"}}]}]}",
+          "messages[0].tool_calls[0].id", "invalid_type" },
+        { "{\"messages\":[{\"role\":\"tool\",\"content\":\"\",\"tool_call_id\":7}]}",
+          "messages[0].tool_call_id", "invalid_type" },
+        { "{" USER ",\"functions\":[{\"name\":\"f\"}]}", "functions",
+          "unsupported_value" },
+        { "{" USER ",\"tools\":[{\"type\":7}]}", "tools[0].type", "invalid_type" },
+        { "{" USER ",\"tools\":[{\"function\":{\"name\":\"f\",\"description\":7}}]}",
+          "tools[0].function.description", "invalid_type" },
+        { "{" USER ",\"tool_choice\":7}", "tool_choice", "invalid_type" },
+        { "{" USER ",\"guided_choice\":[]}", "guided_choice", "invalid_value" },
         { "{\"messages\":[{\"role\":\"user\",\"content\":\"raise!\"}]}", "messages",
           "invalid_value" },
         { "{" USER ",\"tools\":{}}", "tools", "invalid_type" },
-        { "{" USER ",\"tools\":[{\"type\":\"function\"}]}", "tools[0].function",
-          "invalid_value" },
+        { "{" USER ",\"tools\":[{\"type\":\"function\"}]}", "tools[0].function.name",
+          "missing_required_parameter" },
         { "{" USER ",\"tool_choice\":\"required\"}", "tool_choice", "invalid_value" },
         { "{" USER
           ",\"tool_choice\":{\"type\":\"function\",\"function\":{\"name\":\"f\"}}}",
           "tool_choice", "invalid_value" },
         { "{" USER ",\"tool_choice\":\"maybe\"}", "tool_choice", "invalid_value" },
-        { "{" USER ",\"response_format\":{\"type\":\"xml\"}}", "response_format",
+        { "{" USER ",\"response_format\":{\"type\":\"xml\"}}", "response_format.type",
           "invalid_value" },
         { "{" USER ",\"response_format\":{\"type\":\"json_schema\",\"json_schema\":{}}}",
-          "response_format", "invalid_value" },
+          "response_format.json_schema.schema", "missing_required_parameter" },
         { "{" USER ",\"guided_regex\":\"a\",\"guided_choice\":[\"a\"]}", "guided_choice",
           "invalid_value" },
         { "{" USER ",\"response_format\":\"json\"}", "response_format", "invalid_type" },
@@ -248,6 +262,8 @@ static void test_refused(void **state)
         { "{" USER ",\"min_p\":-0.1}", "min_p", "invalid_value" },
         { "{" USER ",\"presence_penalty\":3}", "presence_penalty", "invalid_value" },
         { "{" USER ",\"max_tokens\":0}", "max_tokens", "invalid_value" },
+        { "{" USER ",\"max_completion_tokens\":0}", "max_completion_tokens",
+          "invalid_value" },
         { "{" USER ",\"max_tokens\":-5}", "max_tokens", "invalid_value" },
         { "{" USER ",\"max_tokens\":1.5}", "max_tokens", "invalid_type" },
         { "{" USER ",\"max_completion_tokens\":\"9\"}", "max_completion_tokens",
@@ -257,7 +273,8 @@ static void test_refused(void **state)
         { "{" USER ",\"n\":true}", "n", "invalid_type" },
         { "{" USER ",\"seed\":1e300}", "seed", "invalid_value" },
         { "{" USER ",\"stop\":5}", "stop", "invalid_type" },
-        { "{" USER ",\"stop\":[\"a\",\"\"]}", "stop", "invalid_value" },
+        { "{" USER ",\"stop\":[\"a\",\"\"]}", "stop[1]", "invalid_value" },
+        { "{" USER ",\"stop\":[7]}", "stop[0]", "invalid_type" },
         { "{" USER ",\"stop\":[\"1\",\"2\",\"3\",\"4\",\"5\",\"6\",\"7\",\"8\",\"9\","
           "\"10\",\"11\",\"12\","
           "\"13\",\"14\",\"15\",\"16\",\"17\"]}",
@@ -300,6 +317,14 @@ static void test_refused(void **state)
         assert_true(hx_json_str(at(r->json, "error.message")).n > 0);
         done(r);
     }
+    const int fd = dial(f->port);
+
+    send_request(fd, "POST", "/v1/chat/completions", "Content-Encoding: gzip\r\n",
+                 "{" USER "}");
+    response *r = receive(fd);
+    assert_int_equal(r->status, 415);
+    assert_str(r->json, "error.code", "unsupported_media_type");
+    done(r);
     stop(f);
 }
 
@@ -1388,6 +1413,56 @@ static void test_drain(void **state)
     hx_free(f);
 }
 
+/* What the stop cuts off says so: an error as its last event, or a 503. */
+static void test_cut_off(void **state)
+{
+    static const char *const ask[] = { "/v1/chat/completions", "/v1/completions",
+                                       "/v1/messages", "/v1/responses" };
+    enum { N = HX_LEN(ask) };
+    fixture *f = start(&(hx_server_opt) { .drain_ms = 60000 }, N + 1, 16, 1 << 20);
+    const int plain = dial(f->port);
+    const int64_t start_us = hx_now_us();
+    int fd[N];
+    response *r;
+
+    (void)state;
+    for (int i = 0; i < N; i++) {
+        char body[256];
+
+        snprintf(
+            body, sizeof body,
+            "{\"stream\":true,\"max_tokens\":9999,%s:\"[[{delay=5,repeat=9999}ab]]\"%s}",
+            i == 1   ? "\"prompt\""
+            : i == 3 ? "\"input\""
+                     : "\"messages\":[{\"role\":\"user\",\"content\"",
+            i == 1 || i == 3 ? "" : "}]");
+        fd[i] = dial(f->port);
+        send_request(fd[i], "POST", ask[i], NULL, body);
+    }
+    send_request(plain, "POST", "/v1/completions", NULL,
+                 "{\"prompt\":\"[[{prefill=60000}a]]\"}");
+    wait_state(f, N + 1, 0);
+    hx_server_stop(f->server);
+    hx_server_stop(f->server); /* now, please */
+    for (int i = 0; i < N; i++) {
+        r = receive(fd[i]);
+        assert_int_equal(r->status, 200);
+        assert_non_null(strstr(TEXT(r->body), "the server is shutting down"));
+        assert_null(strstr(TEXT(r->body), "[DONE]"));
+        done(r);
+    }
+    r = receive(plain);
+    assert_int_equal(r->status, 503);
+    assert_non_null(strstr(TEXT(r->body), "\"code\":\"shutting_down\""));
+    done(r);
+    pthread_join(f->thread, NULL);
+    assert_true(hx_now_us() - start_us < 10000000);
+    close(plain);
+    hx_server_close(f->server);
+    fake_close(f->engine);
+    hx_free(f);
+}
+
 static void test_no_leaks(void **state)
 {
     (void)state;
@@ -1411,7 +1486,8 @@ int main(void)
         cmocka_unit_test(test_gone),        cmocka_unit_test(test_scoring),
         cmocka_unit_test(test_slow_client), cmocka_unit_test(test_vanish),
         cmocka_unit_test(test_many),        cmocka_unit_test(test_cost),
-        cmocka_unit_test(test_drain),       cmocka_unit_test(test_no_leaks),
+        cmocka_unit_test(test_drain),       cmocka_unit_test(test_cut_off),
+        cmocka_unit_test(test_no_leaks),
     };
 
     return cmocka_run_group_tests_name("server", tests, NULL, NULL);

@@ -22,6 +22,8 @@
  *
  * The arguments of a call may also be tagged pairs: the same schemas, but strings stand
  * there bare, and what is JSON is told from text by how reply.c reads it. */
+#include <stdio.h>
+
 #include "text/grammar_ir.h"
 #include "text/text.h"
 
@@ -176,6 +178,19 @@ static unsigned type_of(const hx_json *v)
     return 0;
 }
 
+static void wrong_type(schema *s, const char *name, const hx_json *found, unsigned types)
+{
+    char expected[64] = "";
+
+    for (size_t i = 0; i < HX_LEN(type_names); i++)
+        if ((type_names[i].bits & types) == type_names[i].bits ||
+            (type_names[i].bits & types) == T_NUM)
+            snprintf(expected + strlen(expected), sizeof expected - strlen(expected),
+                     "%s%s", expected[0] != '\0' ? " or " : "", type_names[i].name);
+    hx_ir_fail(s->ir, HX_EFORMAT, "schema: \"%s\": found %s, expected %s", name,
+               hx_json_kind_name(found), expected);
+}
+
 static bool check_node(schema *s, const hx_json *node)
 {
     for (size_t i = 0; i < HX_LEN(refused); i++)
@@ -187,7 +202,8 @@ static bool check_node(schema *s, const hx_json *node)
     for (size_t i = 0; i < HX_LEN(shapes); i++)
         if (hx_json_has(node, shapes[i].name) &&
             (type_of(hx_json_get(node, shapes[i].name)) & shapes[i].types) == 0) {
-            fail(s, HX_EFORMAT, "wrong type of value for", hx_str_c(shapes[i].name));
+            wrong_type(s, shapes[i].name, hx_json_get(node, shapes[i].name),
+                       shapes[i].types);
             return false;
         }
     return true;

@@ -420,6 +420,8 @@ static const refusal refusals[] = {
     { HX_GRAMMAR_JSON_SCHEMA, "{\"minItems\":-1}", HX_EFORMAT, "minItems" },
     { HX_GRAMMAR_JSON_SCHEMA, "{\"minItems\":1.5}", HX_EFORMAT, "minItems" },
     { HX_GRAMMAR_JSON_SCHEMA, "{\"required\":[1]}", HX_EFORMAT, "required" },
+    { HX_GRAMMAR_JSON_SCHEMA, "{\"required\":null}", HX_EFORMAT, "\"required\": found null, expected boolean or array" },
+    { HX_GRAMMAR_JSON_SCHEMA, "{\"exclusiveMinimum\":\"a\"}", HX_EFORMAT, "expected boolean or number" },
     { HX_GRAMMAR_JSON_SCHEMA, "{\"multipleOf\":0}", HX_EFORMAT, "multipleOf" },
     { HX_GRAMMAR_JSON_SCHEMA, "{\"type\":\"number\",\"multipleOf\":0.3}", HX_EUNSUP, "multipleOf" },
     { HX_GRAMMAR_JSON_SCHEMA, "{\"type\":\"integer\",\"multipleOf\":12345}", HX_EUNSUP, "multipleOf" },
