@@ -596,8 +596,8 @@ __device__ static inline void row_words(uint32_t r[K + 1], const uint32_t *tiles
 {
     constexpr int wide = K % 4 == 0 ? 4 : K % 2 == 0 ? 2 : 1;
     const uint32_t *run = tiles + lane * K;
+    const int before = (lane & 24) + ((lane - 1) & 7);
 
-    r[0] = tiles[((lane & 24) + ((lane - 1) & 7)) * K + K - 1];
 #pragma unroll
     for (int i = 0; i < K; i += wide)
         if constexpr (wide == 4) {
@@ -609,6 +609,10 @@ __device__ static inline void row_words(uint32_t r[K + 1], const uint32_t *tiles
         } else {
             r[i + 1] = run[i];
         }
+    if constexpr (wide == 4) /* read, they would lie in few banks */
+        r[0] = __shfl_sync(~0u, r[K], before);
+    else
+        r[0] = tiles[before * K + K - 1];
 }
 
 /* A row of 4 * SETS tiles: c[2]: sums of the sets or, of one, of every other mma. */
@@ -954,9 +958,10 @@ static cudaError_t start(void (*kernel)(P...), const hx_cuda_shape *s, cut c, in
     if (rc == cudaSuccess)
         rc = cudaDeviceGetAttribute(&sm_bytes,
                                     cudaDevAttrMaxSharedMemoryPerMultiprocessor, dev);
-    /* Two thread blocks on one multiprocessor would leave another idle. */
-    if ((int64_t)grid.x * grid.y * grid.z <= w->n_sm)
-        bytes = HX_MAX(bytes, (size_t)sm_bytes / 2);
+    /* One thread block more on one multiprocessor would leave another idle. */
+    const int64_t per = ((int64_t)grid.x * grid.y * grid.z + w->n_sm - 1) / w->n_sm;
+    if (per == 1 || (per <= 4 && is_one_row(s)))
+        bytes = HX_MAX(bytes, (size_t)(sm_bytes / (per + 1)));
     if (rc == cudaSuccess)
         rc = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   (int)bytes);
