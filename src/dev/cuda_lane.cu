@@ -1,6 +1,7 @@
 /* cuda_lane.cu - the GPU's side of the CPU lane: hx_op_plan, and the waiting of
  * hx_op_combine; and what the GPU does beside its one stream: pinned memory, pushes on a
  * copy stream, recorded graphs. Called through the tables in cuda.cu. */
+#include "dev/cuda.h"
 #include "dev/cuda_dev.h"
 #include "dev/cuda_lane.h"
 #include "dev/plan.h"
@@ -114,6 +115,7 @@ __global__ void __launch_bounds__(THREADS) plan_picks(const __grid_constant__ pl
     __shared__ float coming;
     const int picks = a.rows * a.active;
 
+    hx_cuda_in_turn();
     if (threadIdx.x == 0)
         n_missing = n_here = 0, coming = 0;
     for (int e = threadIdx.x; e < a.n_expert; e += THREADS)
@@ -202,7 +204,7 @@ extern "C" int hx_cuda_plan(hx_dev *d, const hx_plan_args *a, hx_err *err)
     k.at = (hx_lease *)a->at.p;
     if (k.ahead)
         k.from = *a->ahead;
-    HX_LAUNCH(c, "plan", err, plan_picks, dim3(1), THREADS, 0, k);
+    HX_LAUNCH_NEXT(c, "plan", err, plan_picks, dim3(1), THREADS, 0, k);
     return 0;
 }
 

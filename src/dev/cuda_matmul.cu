@@ -310,12 +310,18 @@ __device__ static float4 join(const float *part, int64_t step, int n)
     return t;
 }
 
-/* canon.h, step 6: y of four neighbouring outputs a lane. */
-__device__ static void finish(const hx_cuda_job *j, int64_t row, float4 t)
+/* The first of a lane's four outputs. */
+__device__ static inline int64_t col_of(void)
 {
-    const int64_t col = (int64_t)blockIdx.x * GROUP_COLS + 4 * (threadIdx.x & 31);
-    const uint16_t *svh = (const uint16_t *)j->svh + col,
-                   *bias = (const uint16_t *)j->bias;
+    return (int64_t)blockIdx.x * GROUP_COLS + 4 * (threadIdx.x & 31);
+}
+
+/* canon.h, step 6: y of four neighbouring outputs a lane. svh: theirs. */
+__device__ static void finish(const hx_cuda_job *j, int64_t row, float4 t,
+                              const uint16_t svh[4])
+{
+    const int64_t col = col_of();
+    const uint16_t *bias = (const uint16_t *)j->bias;
     float v[4] = { t.x, t.y, t.z, t.w };
 
     hx_cuda_rotate(v);
@@ -483,7 +489,7 @@ __device__ static inline void join_quads(const hx_cuda_job *j, const product &p,
         if (n_quad > 2)
             t = plus(t, n_quad > 3 ? plus(v[2 * step], v[3 * step]) : v[2 * step]);
         if (gridDim.y == 1)
-            finish(j, row_of(j, r), t);
+            finish(j, row_of(j, r), t, (const uint16_t *)j->svh + col_of());
         else
             *(float4 *)(part_of(p, j, r) + blockIdx.y * GROUP_COLS + 4 * lane) = t;
     }
@@ -544,7 +550,8 @@ __global__ void __launch_bounds__(QUAD *MOST_QUADS(RQ, HALF), RQ == 1 ? 2 : 1)
         !is_last(&p.area.ticket[(int64_t)blockIdx.z * gridDim.x + blockIdx.x], n_split))
         return;
     for (int r = threadIdx.x >> 5; r < rows; r += blockDim.x >> 5)
-        finish(j, row_of(j, r), join(part_of(p, j, r) + 4 * lane, GROUP_COLS, n_split));
+        finish(j, row_of(j, r), join(part_of(p, j, r) + 4 * lane, GROUP_COLS, n_split),
+               (const uint16_t *)j->svh + col_of());
 }
 
 /* ---- one row ------------------------------------------------------------------ */
@@ -721,7 +728,7 @@ __device__ static inline void row_multiply(const product &p, int mine, uint8_t *
     for (int b = 0; b < mine; b++) {
         int32_t c[2][4] = {};
 
-#pragma unroll 1
+#pragma unroll(SETS == 1 ? 2 : 1)
         for (int t = 0; t < 8; t++) {
             copy_wait_but<stages - 2>();
             __syncwarp();
@@ -805,6 +812,9 @@ __global__ void __launch_bounds__(32 * ROW_PARTS, 3)
     hx_cuda_in_turn();
     if (rows == 0)
         return;
+    uint16_t svh[4]; /* on its way in time */
+    for (int i = 0; i < 4; i++)
+        svh[i] = warp == 0 ? ((const uint16_t *)j->svh)[col_of() + i] : 0;
     for (int i = threadIdx.x; i < (ROW_ZERO - 32) / 16; i += blockDim.x)
         ((uint4 *)zero)[i] = make_uint4(0, 0, 0, 0);
     row_planes(p, j, first, here, act);
@@ -830,7 +840,7 @@ __global__ void __launch_bounds__(32 * ROW_PARTS, 3)
             return;
         v[0] = join(part_at + 4 * lane, GROUP_COLS, n_split);
     }
-    finish(j, row_of(j, 0), v[0]);
+    finish(j, row_of(j, 0), v[0], svh);
 }
 
 /* ---- launching -------------------------------------------------------------- */
@@ -874,7 +884,7 @@ static cut row_cut(const hx_cuda_shape *s, int n_sm)
     cut c = { s->quads, s->bps, 0 };
 
     if (c.quads == 0) {
-        c.quads = load < 12 ? 4 : ROW_PARTS;
+        c.quads = load < 12 || load >= 120 ? 4 : ROW_PARTS;
         c.bps = load < 30 ? 1 : load < 60 ? 2 : HX_CUDA_MAX_BPS;
     }
     while (c.quads > 1 &&
