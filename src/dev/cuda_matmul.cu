@@ -5,9 +5,10 @@
  *
  * The activations, every 128-input block of every row rotated and quantised, are made by
  * each thread block for its inputs while its weights are on their way or, with more than a
- * few rows or weights and for experts, by a launch of their own. Every weight is read once and multiplied on the
- * tensor cores: the weights of 16 outputs are the A operand of an mma, the planes i and j
- * of four activation rows the eight columns of its B operand.
+ * few rows or weights and for experts, by a launch of their own. Every weight is read once
+ * and multiplied on the tensor cores: the weights of 16 outputs are the A operand of an mma,
+ * the planes i and j of four activation rows the eight columns of its B operand. One row
+ * (MUL1, whole bits) has a kernel of its own, in which these columns keep lanes apart.
  *
  * MUL1: the 32-bit product of a state and the multiplier is four unsigned bytes whose sum
  * is the weight, so it is four k-slots of mma.m16n8k32 (u8 x s8) as it stands, against an
@@ -569,10 +570,11 @@ __global__ void __launch_bounds__(QUAD *MOST_QUADS(RQ, HALF), RQ == 1 ? 2 : 1)
 #define ROW_ZERO  544             /* bytes of zeros, from byte 32 on */
 #define ROW_PARTS 8               /* of a thread block, each with its own inputs */
 
-/* Rows of tiles on their way or in use, of a warp with 64 * sets outputs. */
+/* Stages on their way or in use, of two rows of tiles each, of a warp with 64 * sets
+ * outputs. */
 __host__ __device__ constexpr int row_stages(int sets)
 {
-    return sets == 1 ? 8 : 4;
+    return sets == 1 ? 4 : 2;
 }
 
 /* The window that ends with position p of a run; r: the word before it, then its words.
@@ -649,14 +651,17 @@ __device__ static inline void row_tiles(int32_t c[2][4], const uint8_t *tiles,
     }
 }
 
-/* A lane's share of a row of tiles, BYTES of them, by a warp. */
+/* A lane's share of a stage: two rows of tiles of BYTES, by a warp. */
 template <int BYTES>
-__device__ static inline void row_fetch(uint8_t *to, const uint8_t *from, int lane)
+__device__ static inline void row_fetch(uint8_t *to, const uint8_t *from, int64_t pitch,
+                                        int lane)
 {
 #pragma unroll
-    for (int at = 0; at < BYTES; at += 512)
-        if (at + 512 <= BYTES || at + 16 * lane < BYTES)
-            copy16(to + at + 16 * lane, from + at + 16 * lane);
+    for (int r = 0; r < 2; r++, to += BYTES, from += pitch)
+#pragma unroll
+        for (int at = 0; at < BYTES; at += 512)
+            if (at + 512 <= BYTES || at + 16 * lane < BYTES)
+                copy16(to + at + 16 * lane, from + at + 16 * lane);
 }
 
 /* The planes of a lane's four inputs of a block, each value four times. */
@@ -722,22 +727,26 @@ __device__ static inline void row_multiply(const product &p, int mine, uint8_t *
     const uint8_t *b_at = mine_q ? act + (g & 1) * ROW_PLANE : zero;
     const int64_t pitch = p.n_pad * K * 2;
     float level[SETS][2][2];
-    int left = 8 * mine - (stages - 1); /* rows of tiles not asked for */
+    int left = 4 * mine - (stages - 1); /* stages not asked for */
 
-    from += (stages - 1) * pitch;
+    from += 2 * (stages - 1) * pitch;
     for (int b = 0; b < mine; b++) {
         int32_t c[2][4] = {};
 
-#pragma unroll(SETS == 1 ? 2 : 1)
-        for (int t = 0; t < 8; t++) {
+#pragma unroll 1
+        for (int t = 0; t < 4; t++) {
+            const uint8_t *tiles = ring + 2 * (t & (stages - 1)) * bytes;
+            const uint4 *b_row = (const uint4 *)b_at + 8 * t;
+
             copy_wait_but<stages - 2>();
             __syncwarp();
             if (left-- > 0)
-                row_fetch<bytes>(ring + ((t - 1) & (stages - 1)) * bytes, from, lane);
+                row_fetch<bytes>(ring + 2 * ((t - 1) & (stages - 1)) * bytes, from, pitch,
+                                 lane);
             copy_commit();
-            from += pitch;
-            row_tiles<K, SETS>(c, ring + (t & (stages - 1)) * bytes,
-                               (const uint4 *)b_at + 4 * t, lane);
+            from += 2 * pitch;
+            row_tiles<K, SETS>(c, tiles, b_row, lane);
+            row_tiles<K, SETS>(c, tiles + bytes, b_row + 4, lane);
         }
         const hx_cuda_scale s = *(const hx_cuda_scale *)(act + ROW_SCALE);
 
@@ -794,19 +803,21 @@ __global__ void __launch_bounds__(32 * ROW_PARTS, 3)
     const int64_t block0 = first + part * p.bps;
     const int here = (int)min((int64_t)(n_part * p.bps), n_block - first);
     const int mine = max(0, min(p.bps, here - part * p.bps));
-    uint8_t *ring = shared + warp * stages * bytes;
-    uint8_t *act = shared + n_warp * stages * bytes;
+    constexpr int ring_bytes = 2 * stages * bytes;
+    uint8_t *ring = shared + warp * ring_bytes;
+    uint8_t *act = shared + n_warp * ring_bytes;
     uint8_t *zero = act + n_part * p.bps * ROW_BLOCK + 32;
 
     if (p.fresh)
         hx_cuda_after_previous();
     const hx_cuda_job *j = p.many != NULL ? p.many + blockIdx.z : &p.one;
     const int rows = j->rows;
-    const uint8_t *from = (const uint8_t *)j->trellis + block0 * 8 * p.n_pad * K * 2 +
+    const int64_t pitch = p.n_pad * K * 2;
+    const uint8_t *from = (const uint8_t *)j->trellis + block0 * 8 * pitch +
                           (int64_t)blockIdx.x * 256 * K + warp % warps * bytes;
     for (int i = 0; i < stages - 1; i++) {
-        if (i < 8 * mine && rows > 0)
-            row_fetch<bytes>(ring + i * bytes, from + i * p.n_pad * K * 2, lane);
+        if (i < 4 * mine && rows > 0)
+            row_fetch<bytes>(ring + 2 * i * bytes, from + 2 * i * pitch, pitch, lane);
         copy_commit();
     }
     hx_cuda_in_turn();
@@ -824,14 +835,14 @@ __global__ void __launch_bounds__(32 * ROW_PARTS, 3)
     if (warp != 0)
         return;
     const float4 *sum =
-        (const float4 *)(shared + (SETS == 2 ? 0 : lane >> 4) * stages * bytes) +
+        (const float4 *)(shared + (SETS == 2 ? 0 : lane >> 4) * ring_bytes) +
         (SETS == 2 ? lane : lane & 15);
     float *part_at = part_of(p, j, 0);
     float4 v[ROW_PARTS];
 #pragma unroll
     for (int i = 0; i < ROW_PARTS; i++)
-        v[i] = i * p.bps < here ? sum[i * warps * stages * bytes / 16]
-                                : make_float4(0, 0, 0, 0);
+        v[i] =
+            i * p.bps < here ? sum[i * warps * ring_bytes / 16] : make_float4(0, 0, 0, 0);
     join8(v, (here + p.bps - 1) / p.bps);
     if (n_split > 1) {
         *(float4 *)(part_at + blockIdx.y * GROUP_COLS + 4 * lane) = v[0];
@@ -872,7 +883,7 @@ static int row_sets(cut c)
 
 static size_t row_bytes(const hx_cuda_shape *s, cut c)
 {
-    return (size_t)c.quads * ((size_t)row_stages(row_sets(c)) * 128 * s->k2 +
+    return (size_t)c.quads * (2 * (size_t)row_stages(row_sets(c)) * 128 * s->k2 +
                               (size_t)c.bps * ROW_BLOCK) +
            32 + ROW_ZERO;
 }
