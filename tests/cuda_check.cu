@@ -95,7 +95,7 @@ static size_t area_bytes(hx_cuda_shape s)
 {
     size_t most = 0;
 
-    for (int rows : { 4, 8, 16 }) {
+    for (int rows : { 1, 4, 8, 16 }) {
         s.rows = rows;
         most = std::max(most, hx_cuda_area_bytes(&s, n_sm));
     }
@@ -485,6 +485,9 @@ static void checks(hx_dev *cpu)
             check(cpu, 1000, 11 * 128 - 28, 6, HX_CB_MUL1, { 1, 5, 16 }, quads, bps,
                   true);
         }
+    for (int k2 : { 2, 4, 6, 8, 10, 12, 14, 16 })
+        for (int bps : { 1, 2, 4 })
+            check(cpu, 380, 19 * 128 - 4, k2, HX_CB_MUL1, { 1 }, 8, bps, true);
     check(cpu, 128, 128, 8, HX_CB_MUL1, { 1, 16 }, 0, 0, true);
     check(cpu, 128, 12288, 4, HX_CB_MUL1, { 1, 16 }, 1, 1);
 }

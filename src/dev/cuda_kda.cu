@@ -647,14 +647,14 @@ int hx_cuda_kda_fold(hx_dev *d, const hx_kda_step_args *a, hx_err *err)
                           : kda_launch<kda_shape<128>>(d, "kda_chunk", a, true, err);
 }
 
-/* One block: 32 columns of one head of one span, all rows in order. Grid (heads * width /
- * 32, spans). Moves the state in, and out where it changed, and the rows; q, k and g once
+/* One block: 32 columns of one head of one span, all rows in order. The state is fetched
+ * while the launch before ends, which must not be what wrote it. Grid (heads * width / 32,
+ * spans). Moves the state in, and out where it changed, and the rows; q, k and g once
  * for each block of a head. */
 template <class T>
 __global__ void __launch_bounds__(32 * KDA_WARPS, 4)
     kda_rows(const kda_args a, const __grid_constant__ hx_cuda_spans spans)
 {
-    hx_cuda_in_turn();
     extern __shared__ __align__(16) float room[];
     const int blocks = (a.width + KDA_COLS - 1) / KDA_COLS, warp = threadIdx.x >> 5;
     const int col = 8 * warp + MINE * ((threadIdx.x & 31) >> 4);
@@ -665,9 +665,12 @@ __global__ void __launch_bounds__(32 * KDA_WARPS, 4)
     if (a.fold)
         x.s.n_row = 0;
     x.n = x.s.commit + x.s.n_row;
-    if (x.n == 0 && x.s.pos0 > 0)
+    const bool idle = x.n == 0 && x.s.pos0 > 0;
+    if (!idle)
+        kda_read<T>(x, st, col);
+    hx_cuda_in_turn();
+    if (idle)
         return;
-    kda_read<T>(x, st, col);
     if (x.s.commit == 0 && x.s.pos0 == 0)
         kda_write<T>(x, st, col);
 #pragma unroll 1

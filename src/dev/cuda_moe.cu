@@ -18,7 +18,7 @@
 /* Picks that a job can have: as the kernels step. An expert with more, as ids that repeat
  * in a row give it, has several jobs. */
 #define JOB_ROWS(rows)                                                                   \
-    ((rows) <= FEW_ROWS ? FEW_ROWS : (rows) <= 8 ? 8 : HX_CUDA_JOB_ROWS)
+    ((rows) == 1 ? 1 : (rows) <= FEW_ROWS ? FEW_ROWS : (rows) <= 8 ? 8 : HX_CUDA_JOB_ROWS)
 
 /* How many jobs of more than FEW_ROWS rows there can be. */
 #define MANY_JOBS(picks) ((picks) / (FEW_ROWS + 1))
@@ -176,7 +176,7 @@ static layout layout_of(const hx_cuda_moe *m, int n_sm)
     l.in.k_pad = m->d_pad;
     l.in.k2 = m->k2_gate;
     l.in.n_job = same ? 2 * picks : picks;
-    l.in.rows = FEW_ROWS;
+    l.in.rows = HX_MIN(JOB_ROWS(m->rows), FEW_ROWS);
     l.in.slots = 2 * picks;
     l.in.codebook = m->codebook;
     l.in.quads = m->quads;

@@ -803,41 +803,67 @@ extern "C" int hx_cuda_router(hx_dev *d, const hx_router_args *a, hx_err *err)
 
     if (rc != 0)
         return rc;
-    HX_LAUNCH_NEXT(
-        hx_cuda_of(d), "router", err, router_pick, dim3((unsigned)a->rows), threads,
-        (size_t)a->w->n * sizeof(double) + (size_t)a->active * sizeof(float), k);
+    HX_LAUNCH_NEXT(hx_cuda_of(d), "router", err, router_pick, dim3((unsigned)a->rows),
+                   threads,
+                   (size_t)a->w->n * sizeof(double) +
+                       (size_t)(hx_ceil_div(a->w->n, 32) * HX_MIN(a->active, 32)) *
+                           (sizeof(double) + sizeof(int)) +
+                       (size_t)a->active * sizeof(float),
+                   k);
     return 0;
 }
 
 /* One row: the rank of an expert is how many are better, equal ones by lower id; NaN is
- * the worst. Grid R, 8 E + 4 A bytes shared. Moves 8 R E bytes. */
+ * the worst. Only those that are among the best of their 32 can be picked: their ranks are
+ * counted among these. Grid R, 12 bytes an expert, 12 for each of the best and 4 A shared.
+ * Moves 8 R E bytes. */
 __global__ void router_pick(const pick_args a)
 {
     hx_cuda_in_turn();
     extern __shared__ double key[];
-    float *best = (float *)(key + a.n_expert);
-    float *score = a.score + (int64_t)blockIdx.x * a.n_expert;
+    const int n = a.n_expert, most = min(a.active, 32), n_good = (n + 31) / 32 * most;
+    double *good = key + n;
+    int *who = (int *)(good + n_good);
+    float *best = (float *)(who + n_good);
+    float *score = a.score + (int64_t)blockIdx.x * n;
     const int64_t out = (int64_t)blockIdx.x * a.active;
 
-    for (int e = threadIdx.x; e < a.n_expert; e += blockDim.x) {
+    for (int e = threadIdx.x; e < n; e += blockDim.x) {
         const float sc = hx_sigmoid(score[e]);
         const double k = (double)sc + (double)a.bias[e];
 
         score[e] = sc;
         key[e] = k == k ? k : -(double)INFINITY;
     }
+    for (int i = threadIdx.x; i < n_good; i += blockDim.x) /* the last 32 may be fewer */
+        who[i] = -1, good[i] = NAN;
     __syncthreads();
-    for (int e = threadIdx.x; e < a.n_expert; e += blockDim.x) {
+    for (int e = threadIdx.x; e < n; e += blockDim.x) {
         const double k = key[e];
+        const int from = e & ~31, end = min(from + 32, n);
         int rank = 0;
 
-        for (int o = 0; o < e; o++)
-            rank += key[o] >= k;
-        for (int o = e + 1; o < a.n_expert; o++)
-            rank += key[o] > k;
+#pragma unroll 8
+        for (int o = from; o < end; o++)
+            rank += key[o] > k || (key[o] == k && o < e);
+        if (rank < most) {
+            good[e / 32 * most + rank] = k;
+            who[e / 32 * most + rank] = e;
+        }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < n_good; i += blockDim.x) {
+        const double k = good[i];
+        int rank = 0;
+
+        if (who[i] < 0)
+            continue;
+#pragma unroll 8
+        for (int o = 0; o < n_good; o++)
+            rank += good[o] > k || (good[o] == k && o < i);
         if (rank < a.active) {
-            a.id[out + rank] = e;
-            best[rank] = score[e];
+            a.id[out + rank] = who[i];
+            best[rank] = score[who[i]];
         }
     }
     __syncthreads();
