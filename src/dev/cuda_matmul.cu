@@ -9,11 +9,15 @@
  * tensor cores: the weights of 16 outputs are the A operand of an mma, the planes i and j
  * of four activation rows the eight columns of its B operand.
  *
+ * With more than four rows Hopper takes them as columns in shared memory (wgmma): one
+ * instruction multiplies a tile's 16 outputs with all of them.
+ *
  * MUL1: the 32-bit product of a state and the multiplier is four unsigned bytes whose sum
  * is the weight, so it is four k-slots of mma.m16n8k32 (u8 x s8) as it stands, against an
  * activation repeated four times. MCG, 3INST: the weight is 256 hi + lo, one product
  * each. */
 #include "dev/cuda.h"
+#include "dev/cuda_tensor.h"
 
 #define GROUP_COLS 128 /* outputs of a thread block: one rotation */
 #define QUAD       128 /* threads: four warps, each two 16-column tiles */
@@ -29,6 +33,13 @@
 /* Row quads, codebook: what fits the registers. */
 #define MOST_QUADS(rq, half) ((rq) == 4 && (half) ? 2 : MAX_QUADS)
 #define MOST_BPS(rq)         ((rq) == 4 ? 2 : HX_CUDA_MAX_BPS)
+/* Whether a product takes its rows as columns on Hopper, and the bytes of a block's. */
+#define COLUMNS(rq, half) ((rq) > 1 && !(half))
+#define COLUMN_BYTES(rq)  (4096 * (rq))
+#define COLUMN_ALIGN      1024
+/* What the registers are shared out for: with columns five or six quads a multiprocessor. */
+#define MOST_THREADS(rq, half)                                                           \
+    (QUAD * (COLUMNS(rq, half) ? ((rq) == 4 ? 5 : 6) : MOST_QUADS(rq, half)))
 
 /* What the products of a launch are given. */
 struct product {
@@ -214,6 +225,106 @@ __device__ static inline void block_half(const place &at, int lane, hx_cuda_code
         }
 }
 
+#if HX_WGMMA
+
+/* d [64, 8 RQ] (+)= a [64, 32] b [8 RQ, 32]^T by four warps, u8 times s8. */
+template <int RQ>
+__device__ static inline void wgmma_u8(int32_t *d, uint32_t a0, uint32_t a1, uint32_t a2,
+                                       uint32_t a3, uint64_t b, int add)
+{
+    if constexpr (RQ == 2)
+        asm volatile("{.reg .pred p; setp.ne.b32 p, %13, 0;\n"
+                     "wgmma.mma_async.sync.aligned.m64n16k32.s32.u8.s8 "
+                     "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, p;}"
+                     : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]),
+                       "+r"(d[5]), "+r"(d[6]), "+r"(d[7])
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add));
+    else
+        asm volatile("{.reg .pred p; setp.ne.b32 p, %21, 0;\n"
+                     "wgmma.mma_async.sync.aligned.m64n32k32.s32.u8.s8 {" HX_D16 "}, "
+                     "{%16, %17, %18, %19}, %20, p;}"
+                     : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]),
+                       "+r"(d[5]), "+r"(d[6]), "+r"(d[7]), "+r"(d[8]), "+r"(d[9]),
+                       "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]),
+                       "+r"(d[15])
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add));
+}
+
+/* The planes of a block as columns 2 row + plane of 512 bytes, every activation four times:
+ * for two rows of tiles at a time a matrix of hx_wgmma_matrix, a column being a row of it,
+ * of each row of tiles the inputs 2 q, 2 q + 1, 2 q + 8, 2 q + 9, all q of one before the
+ * next. One quad; absent rows repeat the last. Neighbours of a warp begin with other
+ * inputs, or they would meet in a bank. */
+template <int RQ>
+__device__ static inline void make_columns(const uint8_t *planes, int rows, uint8_t *to)
+{
+    const int u = threadIdx.x & (QUAD - 1), r = u % (4 * RQ), t = u / (4 * RQ) & 7;
+    const int m0 = u / (32 * RQ) * RQ, flip = r >> 2 & 1;
+    const int piece = (4 * (t & 1)) ^ flip ^ (2 * r & 7);
+    const uint4 *from = (const uint4 *)(planes + min(r, rows - 1) * PLANE_STEP + 32 * t);
+    const uint4 v = from[0], w = from[1];
+
+    to += (t >> 1) * (8 * RQ * 128) + r * 256;
+#pragma unroll
+    for (int i = 0; i < RQ; i++) {
+        uint4 *at = (uint4 *)to + (piece ^ (m0 + i));
+        const uint32_t even = 0x1111u * (uint32_t)((m0 + i) ^ flip), odd = even ^ 0x1111u;
+
+        at[0] = make_uint4(__byte_perm(v.x, 0, even), __byte_perm(v.z, 0, even),
+                           __byte_perm(w.x, 0, even), __byte_perm(w.z, 0, even));
+        at[8] = make_uint4(__byte_perm(v.y, 0, odd), __byte_perm(v.w, 0, odd),
+                           __byte_perm(w.y, 0, odd), __byte_perm(w.w, 0, odd));
+    }
+}
+
+/* As block_mul1; d: registers for the sums, which stay where they are. While the tensor
+ * cores have one tile, the next is decoded. */
+template <int K2, int RQ>
+__device__ static inline void block_columns(const uint8_t *tiles, const uint8_t *columns,
+                                            int lane, int32_t d[2][4 * RQ],
+                                            int32_t c[RQ][2][4])
+{
+    /* The shuffle tells the compiler that all lanes have the same. */
+    const uint64_t b = hx_wgmma_matrix(__shfl_sync(~0u, hx_shared_of(columns), 0));
+    uint32_t s[2][8] = {};
+
+#pragma unroll
+    for (int t = 0; t < 8; t++) {
+        const uint64_t now = b + (uint32_t)((t >> 1) * 64 * RQ + (t & 1) * 4);
+
+#pragma unroll
+        for (int tile = 0; tile < 2; tile++) {
+            uint32_t *a = s[tile];
+
+            hx_wgmma_wait_older();
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                HX_PIN(a[i], "r");
+            hx_cuda_windows<K2>((const uint32_t *)(tiles + (8 * t + tile) * 16 * K2),
+                                lane, a);
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                a[i] *= HX_EXL3_MUL1;
+                HX_PIN(a[i], "r");
+            }
+            hx_wgmma_begin();
+            wgmma_u8<RQ>(d[tile], a[0], a[4], a[1], a[5], now, t);
+            wgmma_u8<RQ>(d[tile], a[2], a[6], a[3], a[7], now + 2, 1);
+            hx_wgmma_commit();
+        }
+    }
+    hx_wgmma_wait();
+#pragma unroll
+    for (int i = 0; i < 8 * RQ; i++) {
+        int32_t &sum = d[i / (4 * RQ)][i % (4 * RQ)];
+
+        HX_PIN(sum, "r");
+        c[i / 4 % RQ][i / (4 * RQ)][i % 4] = sum;
+    }
+}
+
+#endif
+
 /* The term of canon.h, step 4, of the sums of planes i and j. */
 template <bool HALF>
 __device__ static inline float term(const int32_t lo[2], const int32_t hi[2],
@@ -393,12 +504,12 @@ __device__ static inline void make_planes(const hx_cuda_job *j, int64_t block0, 
 }
 
 /* A quad's products: its blocks' subtree of every row and output into out [rows, 128] or,
- * where that is NULL, the work memory. tiles, planes: the quad's shared memory; the tiles
- * are on their way, a group of copies for each block. */
+ * where that is NULL, the work memory. tiles, planes, columns: the quad's shared memory; the
+ * tiles are on their way, a group of copies for each block. */
 template <int K2, int RQ, bool HALF>
 __device__ static inline void
 multiply_quad(const product &p, const hx_cuda_job *j, int mine, const uint8_t *tiles,
-              const uint8_t *planes, float *out, hx_cuda_codebook cb)
+              const uint8_t *planes, uint8_t *columns, float *out, hx_cuda_codebook cb)
 {
     constexpr int tile_bytes = 16 * K2, slots = MOST_BPS(RQ) <= 2 ? 1 : 2;
     const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31, g = lane >> 2,
@@ -407,6 +518,9 @@ multiply_quad(const product &p, const hx_cuda_job *j, int mine, const uint8_t *t
     const uint8_t *scale[RQ];
     place at;
     float level[RQ][2][2][slots];
+#if HX_WGMMA
+    int32_t d[COLUMNS(RQ, HALF) ? 2 : 1][4 * RQ] = {};
+#endif
 
     for (int rq = 0; rq < RQ; rq++) { /* absent rows repeat the last */
         const int r = min(rq * ROWS_MMA + (g >> 1), rows - 1);
@@ -421,10 +535,22 @@ multiply_quad(const product &p, const hx_cuda_job *j, int mine, const uint8_t *t
 
         copy_wait(mine - 1 - b);
         __syncthreads();
+#if HX_WGMMA
+        if constexpr (COLUMNS(RQ, HALF)) {
+            if (b < mine)
+                make_columns<RQ>(planes + b * plane_bytes, rows, columns);
+            hx_wgmma_wrote();
+            __syncthreads();
+        }
+#endif
         if (b >= mine)
             continue;
         if constexpr (HALF)
             block_half<K2, RQ>(at, lane, cb, lo, hi);
+#if HX_WGMMA
+        else if constexpr (COLUMNS(RQ, HALF))
+            block_columns<K2, RQ>(at.tiles, columns, lane, d, lo);
+#endif
         else
             block_mul1<K2, RQ>(at, lane, lo);
         at.tiles += 64 * tile_bytes;
@@ -481,10 +607,10 @@ __device__ static inline void join_quads(const hx_cuda_job *j, const product &p,
  * inputs each. Grid (n_pad / 128, splits, jobs). Reads every trellis byte of its part
  * once, all of them in flight at once, and the inputs or rows * 256 bytes of activations
  * a block. Splits leave their subtree in the work memory; the last to come joins them. Shared: the
- * tiles of all blocks, then their activations; after the products rows * 128 floats a
- * quad. */
+ * tiles of all blocks, then their activations, then those of a block as columns; after the
+ * products rows * 128 floats a quad. */
 template <int K2, int RQ, bool HALF>
-__global__ void __launch_bounds__(QUAD *MOST_QUADS(RQ, HALF), RQ == 1 ? 2 : 1)
+__global__ void __launch_bounds__(MOST_THREADS(RQ, HALF), RQ == 1 ? 2 : 1)
     exl3_rows(const __grid_constant__ product p, hx_cuda_codebook cb)
 {
     /* A 16-byte copy into shared memory that lies otherwise in its 128-byte line than its
@@ -500,6 +626,7 @@ __global__ void __launch_bounds__(QUAD *MOST_QUADS(RQ, HALF), RQ == 1 ? 2 : 1)
     uint8_t *tiles = shared + quad * p.bps * block_bytes;
     uint8_t *planes =
         shared + p.bps * (blockDim.x / QUAD) * block_bytes + quad * p.bps * plane_bytes;
+    uint8_t *columns = NULL;
 
     if (p.fresh)
         hx_cuda_after_previous();
@@ -508,6 +635,11 @@ __global__ void __launch_bounds__(QUAD *MOST_QUADS(RQ, HALF), RQ == 1 ? 2 : 1)
     for (int b = 0; b < mine && rows > 0; b++) {
         fetch_tiles<K2>(p, j, block0 + b, tiles + b * block_bytes);
         copy_commit();
+    }
+    if (HX_WGMMA && COLUMNS(RQ, HALF)) {
+        columns = planes + ((blockDim.x / QUAD) - quad) * p.bps * plane_bytes;
+        columns += -hx_shared_of(columns) & (COLUMN_ALIGN - 1);
+        columns += quad * COLUMN_BYTES(RQ);
     }
     hx_cuda_in_turn();
     if (rows == 0)
@@ -519,7 +651,7 @@ __global__ void __launch_bounds__(QUAD *MOST_QUADS(RQ, HALF), RQ == 1 ? 2 : 1)
             fetch_planes(p, j, block0 + b, planes + b * plane_bytes);
     const bool direct = blockDim.x == QUAD && n_split > 1;
     float *out = (float *)shared;
-    multiply_quad<K2, RQ, HALF>(p, j, mine, tiles, planes,
+    multiply_quad<K2, RQ, HALF>(p, j, mine, tiles, planes, columns,
                                 direct ? NULL : out + quad * rows * GROUP_COLS, cb);
     if (!direct) {
         __syncthreads();
@@ -615,8 +747,10 @@ static cudaError_t launch(const product &p, const hx_cuda_shape *s, const hx_cud
 {
     const cut c = cut_of(s, w->n_sm);
     const size_t rows = (size_t)p.rows, per_block = 1024 * K2 + rows * PLANE_STEP;
-    size_t bytes = (size_t)c.quads *
-                   HX_MAX((size_t)c.bps * per_block, rows * GROUP_COLS * sizeof(float));
+    const size_t columns = COLUMNS(RQ, HALF) ? COLUMN_BYTES(RQ) : 0;
+    size_t bytes = (size_t)c.quads * HX_MAX((size_t)c.bps * per_block + columns,
+                                            rows * GROUP_COLS * sizeof(float)) +
+                   (columns > 0 ? COLUMN_ALIGN : 0);
     const dim3 grid((unsigned)(s->n_pad / GROUP_COLS), (unsigned)c.splits,
                     (unsigned)s->n_job);
     int dev, sm_bytes = 0;
