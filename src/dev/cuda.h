@@ -110,7 +110,7 @@ size_t hx_cuda_moe_bytes(const hx_cuda_moe *m, int n_sm);
 cudaError_t hx_cuda_experts(const hx_cuda_moe *m, const hx_cuda_work *w,
                             cudaStream_t stream);
 
-/* ---- many rows (cuda_gemm.cu) -------------------------------------------- */
+/* ---- many rows (cuda_gemm.h) --------------------------------------------- */
 
 /* y[r, 0..n) = W x[r, 0..k) (+ bias), any format; the matrix is in device memory, the
  * trellis 16-byte aligned, or in mapped host memory. Halves on the tensor cores, f32 sums;
