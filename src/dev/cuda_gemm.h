@@ -125,6 +125,7 @@ struct hx_gemm {
     int share;      /* thread blocks of a cluster: neighbouring groups, the same rows */
     int block_rows; /* of a thread block; 0: choose */
     bool wide;      /* y takes 16 bytes at a time */
+    int *ticket;    /* [groups], zero between launches; cuda_few.cu's */
     hx_cuda_codebook cb;
 };
 
@@ -207,6 +208,12 @@ HX_DEVICE uint32_t pair_half(uint32_t s0, uint32_t s1, hx_cuda_codebook cb)
 
 /* EXL3 of K2, or of any rate of which PER windows fit two words. */
 template <int K2, int PER, bool HALF> struct exl3 {
+    static constexpr int most = K2 != 0 ? K2 : PER == 8 ? 5 : 16; /* twice the bits */
+
+    HX_DEVICE int rate(int k2)
+    {
+        return K2 != 0 ? K2 : k2;
+    }
     HX_DEVICE void decode(const uint8_t *tile, int k2, hx_cuda_codebook cb, int lane,
                           uint32_t a[4])
     {

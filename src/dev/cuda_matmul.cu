@@ -7,10 +7,8 @@
  * each thread block for its inputs while its weights are on their way or, with more than a
  * few rows or weights and for experts, by a launch of their own. Every weight is read once and multiplied on the
  * tensor cores: the weights of 16 outputs are the A operand of an mma, the planes i and j
- * of four activation rows the eight columns of its B operand.
- *
- * With more than four rows Hopper takes them as columns in shared memory (wgmma): one
- * instruction multiplies a tile's 16 outputs with all of them.
+ * of four activation rows the eight columns of its B operand. On Hopper 5 to 16 rows of one
+ * matrix are columns of wgmma, which has them from shared memory.
  *
  * MUL1: the 32-bit product of a state and the multiplier is four unsigned bytes whose sum
  * is the weight, so it is four k-slots of mma.m16n8k32 (u8 x s8) as it stands, against an
@@ -33,13 +31,6 @@
 /* Row quads, codebook: what fits the registers. */
 #define MOST_QUADS(rq, half) ((rq) == 4 && (half) ? 2 : MAX_QUADS)
 #define MOST_BPS(rq)         ((rq) == 4 ? 2 : HX_CUDA_MAX_BPS)
-/* Whether a product takes its rows as columns on Hopper, and the bytes of a block's. */
-#define COLUMNS(rq, half) ((rq) > 1 && !(half))
-#define COLUMN_BYTES(rq)  (4096 * (rq))
-#define COLUMN_ALIGN      1024
-/* What the registers are shared out for: with columns five or six quads a multiprocessor. */
-#define MOST_THREADS(rq, half)                                                           \
-    (QUAD * (COLUMNS(rq, half) ? ((rq) == 4 ? 5 : 6) : MOST_QUADS(rq, half)))
 
 /* What the products of a launch are given. */
 struct product {
@@ -51,6 +42,7 @@ struct product {
     int rows; /* the most, for which shared memory is sized */
     bool fresh;
     bool made; /* the activations are in the area */
+    bool columns; /* as columns */
 };
 
 /* ---- activations -------------------------------------------------------- */
@@ -224,106 +216,6 @@ __device__ static inline void block_half(const place &at, int lane, hx_cuda_code
             }
         }
 }
-
-#if HX_WGMMA
-
-/* d [64, 8 RQ] (+)= a [64, 32] b [8 RQ, 32]^T by four warps, u8 times s8. */
-template <int RQ>
-__device__ static inline void wgmma_u8(int32_t *d, uint32_t a0, uint32_t a1, uint32_t a2,
-                                       uint32_t a3, uint64_t b, int add)
-{
-    if constexpr (RQ == 2)
-        asm volatile("{.reg .pred p; setp.ne.b32 p, %13, 0;\n"
-                     "wgmma.mma_async.sync.aligned.m64n16k32.s32.u8.s8 "
-                     "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, p;}"
-                     : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]),
-                       "+r"(d[5]), "+r"(d[6]), "+r"(d[7])
-                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add));
-    else
-        asm volatile("{.reg .pred p; setp.ne.b32 p, %21, 0;\n"
-                     "wgmma.mma_async.sync.aligned.m64n32k32.s32.u8.s8 {" HX_D16 "}, "
-                     "{%16, %17, %18, %19}, %20, p;}"
-                     : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]),
-                       "+r"(d[5]), "+r"(d[6]), "+r"(d[7]), "+r"(d[8]), "+r"(d[9]),
-                       "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]),
-                       "+r"(d[15])
-                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add));
-}
-
-/* The planes of a block as columns 2 row + plane of 512 bytes, every activation four times:
- * for two rows of tiles at a time a matrix of hx_wgmma_matrix, a column being a row of it,
- * of each row of tiles the inputs 2 q, 2 q + 1, 2 q + 8, 2 q + 9, all q of one before the
- * next. One quad; absent rows repeat the last. Neighbours of a warp begin with other
- * inputs, or they would meet in a bank. */
-template <int RQ>
-__device__ static inline void make_columns(const uint8_t *planes, int rows, uint8_t *to)
-{
-    const int u = threadIdx.x & (QUAD - 1), r = u % (4 * RQ), t = u / (4 * RQ) & 7;
-    const int m0 = u / (32 * RQ) * RQ, flip = r >> 2 & 1;
-    const int piece = (4 * (t & 1)) ^ flip ^ (2 * r & 7);
-    const uint4 *from = (const uint4 *)(planes + min(r, rows - 1) * PLANE_STEP + 32 * t);
-    const uint4 v = from[0], w = from[1];
-
-    to += (t >> 1) * (8 * RQ * 128) + r * 256;
-#pragma unroll
-    for (int i = 0; i < RQ; i++) {
-        uint4 *at = (uint4 *)to + (piece ^ (m0 + i));
-        const uint32_t even = 0x1111u * (uint32_t)((m0 + i) ^ flip), odd = even ^ 0x1111u;
-
-        at[0] = make_uint4(__byte_perm(v.x, 0, even), __byte_perm(v.z, 0, even),
-                           __byte_perm(w.x, 0, even), __byte_perm(w.z, 0, even));
-        at[8] = make_uint4(__byte_perm(v.y, 0, odd), __byte_perm(v.w, 0, odd),
-                           __byte_perm(w.y, 0, odd), __byte_perm(w.w, 0, odd));
-    }
-}
-
-/* As block_mul1; d: registers for the sums, which stay where they are. While the tensor
- * cores have one tile, the next is decoded. */
-template <int K2, int RQ>
-__device__ static inline void block_columns(const uint8_t *tiles, const uint8_t *columns,
-                                            int lane, int32_t d[2][4 * RQ],
-                                            int32_t c[RQ][2][4])
-{
-    /* The shuffle tells the compiler that all lanes have the same. */
-    const uint64_t b = hx_wgmma_matrix(__shfl_sync(~0u, hx_shared_of(columns), 0));
-    uint32_t s[2][8] = {};
-
-#pragma unroll
-    for (int t = 0; t < 8; t++) {
-        const uint64_t now = b + (uint32_t)((t >> 1) * 64 * RQ + (t & 1) * 4);
-
-#pragma unroll
-        for (int tile = 0; tile < 2; tile++) {
-            uint32_t *a = s[tile];
-
-            hx_wgmma_wait_older();
-#pragma unroll
-            for (int i = 0; i < 8; i++)
-                HX_PIN(a[i], "r");
-            hx_cuda_windows<K2>((const uint32_t *)(tiles + (8 * t + tile) * 16 * K2),
-                                lane, a);
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                a[i] *= HX_EXL3_MUL1;
-                HX_PIN(a[i], "r");
-            }
-            hx_wgmma_begin();
-            wgmma_u8<RQ>(d[tile], a[0], a[4], a[1], a[5], now, t);
-            wgmma_u8<RQ>(d[tile], a[2], a[6], a[3], a[7], now + 2, 1);
-            hx_wgmma_commit();
-        }
-    }
-    hx_wgmma_wait();
-#pragma unroll
-    for (int i = 0; i < 8 * RQ; i++) {
-        int32_t &sum = d[i / (4 * RQ)][i % (4 * RQ)];
-
-        HX_PIN(sum, "r");
-        c[i / 4 % RQ][i / (4 * RQ)][i % 4] = sum;
-    }
-}
-
-#endif
 
 /* The term of canon.h, step 4, of the sums of planes i and j. */
 template <bool HALF>
@@ -504,12 +396,12 @@ __device__ static inline void make_planes(const hx_cuda_job *j, int64_t block0, 
 }
 
 /* A quad's products: its blocks' subtree of every row and output into out [rows, 128] or,
- * where that is NULL, the work memory. tiles, planes, columns: the quad's shared memory; the
- * tiles are on their way, a group of copies for each block. */
+ * where that is NULL, the work memory. tiles, planes: the quad's shared memory; the tiles
+ * are on their way, a group of copies for each block. */
 template <int K2, int RQ, bool HALF>
 __device__ static inline void
 multiply_quad(const product &p, const hx_cuda_job *j, int mine, const uint8_t *tiles,
-              const uint8_t *planes, uint8_t *columns, float *out, hx_cuda_codebook cb)
+              const uint8_t *planes, float *out, hx_cuda_codebook cb)
 {
     constexpr int tile_bytes = 16 * K2, slots = MOST_BPS(RQ) <= 2 ? 1 : 2;
     const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31, g = lane >> 2,
@@ -518,9 +410,6 @@ multiply_quad(const product &p, const hx_cuda_job *j, int mine, const uint8_t *t
     const uint8_t *scale[RQ];
     place at;
     float level[RQ][2][2][slots];
-#if HX_WGMMA
-    int32_t d[COLUMNS(RQ, HALF) ? 2 : 1][4 * RQ] = {};
-#endif
 
     for (int rq = 0; rq < RQ; rq++) { /* absent rows repeat the last */
         const int r = min(rq * ROWS_MMA + (g >> 1), rows - 1);
@@ -535,22 +424,10 @@ multiply_quad(const product &p, const hx_cuda_job *j, int mine, const uint8_t *t
 
         copy_wait(mine - 1 - b);
         __syncthreads();
-#if HX_WGMMA
-        if constexpr (COLUMNS(RQ, HALF)) {
-            if (b < mine)
-                make_columns<RQ>(planes + b * plane_bytes, rows, columns);
-            hx_wgmma_wrote();
-            __syncthreads();
-        }
-#endif
         if (b >= mine)
             continue;
         if constexpr (HALF)
             block_half<K2, RQ>(at, lane, cb, lo, hi);
-#if HX_WGMMA
-        else if constexpr (COLUMNS(RQ, HALF))
-            block_columns<K2, RQ>(at.tiles, columns, lane, d, lo);
-#endif
         else
             block_mul1<K2, RQ>(at, lane, lo);
         at.tiles += 64 * tile_bytes;
@@ -607,10 +484,10 @@ __device__ static inline void join_quads(const hx_cuda_job *j, const product &p,
  * inputs each. Grid (n_pad / 128, splits, jobs). Reads every trellis byte of its part
  * once, all of them in flight at once, and the inputs or rows * 256 bytes of activations
  * a block. Splits leave their subtree in the work memory; the last to come joins them. Shared: the
- * tiles of all blocks, then their activations, then those of a block as columns; after the
- * products rows * 128 floats a quad. */
+ * tiles of all blocks, then their activations; after the products rows * 128 floats a
+ * quad. */
 template <int K2, int RQ, bool HALF>
-__global__ void __launch_bounds__(MOST_THREADS(RQ, HALF), RQ == 1 ? 2 : 1)
+__global__ void __launch_bounds__(QUAD *MOST_QUADS(RQ, HALF), RQ == 1 ? 2 : 1)
     exl3_rows(const __grid_constant__ product p, hx_cuda_codebook cb)
 {
     /* A 16-byte copy into shared memory that lies otherwise in its 128-byte line than its
@@ -626,7 +503,6 @@ __global__ void __launch_bounds__(MOST_THREADS(RQ, HALF), RQ == 1 ? 2 : 1)
     uint8_t *tiles = shared + quad * p.bps * block_bytes;
     uint8_t *planes =
         shared + p.bps * (blockDim.x / QUAD) * block_bytes + quad * p.bps * plane_bytes;
-    uint8_t *columns = NULL;
 
     if (p.fresh)
         hx_cuda_after_previous();
@@ -635,11 +511,6 @@ __global__ void __launch_bounds__(MOST_THREADS(RQ, HALF), RQ == 1 ? 2 : 1)
     for (int b = 0; b < mine && rows > 0; b++) {
         fetch_tiles<K2>(p, j, block0 + b, tiles + b * block_bytes);
         copy_commit();
-    }
-    if (HX_WGMMA && COLUMNS(RQ, HALF)) {
-        columns = planes + ((blockDim.x / QUAD) - quad) * p.bps * plane_bytes;
-        columns += -hx_shared_of(columns) & (COLUMN_ALIGN - 1);
-        columns += quad * COLUMN_BYTES(RQ);
     }
     hx_cuda_in_turn();
     if (rows == 0)
@@ -651,7 +522,7 @@ __global__ void __launch_bounds__(MOST_THREADS(RQ, HALF), RQ == 1 ? 2 : 1)
             fetch_planes(p, j, block0 + b, planes + b * plane_bytes);
     const bool direct = blockDim.x == QUAD && n_split > 1;
     float *out = (float *)shared;
-    multiply_quad<K2, RQ, HALF>(p, j, mine, tiles, planes, columns,
+    multiply_quad<K2, RQ, HALF>(p, j, mine, tiles, planes,
                                 direct ? NULL : out + quad * rows * GROUP_COLS, cb);
     if (!direct) {
         __syncthreads();
@@ -665,6 +536,299 @@ __global__ void __launch_bounds__(MOST_THREADS(RQ, HALF), RQ == 1 ? 2 : 1)
         return;
     for (int r = threadIdx.x >> 5; r < rows; r += blockDim.x >> 5)
         finish(j, row_of(j, r), join(part_of(p, j, r) + 4 * lane, GROUP_COLS, n_split));
+}
+
+/* ---- 5 to 16 rows on Hopper --------------------------------------------------- */
+
+/* 4 RQ rows are 8 RQ columns of 64 outputs x 32 k-slots, the planes of a row neighbours.
+ * They lie in memory as shared memory wants them: for each 64 inputs, a stage, RQ * 2048
+ * bytes, of them for each two rows of tiles a matrix of hx_wgmma_matrix whose rows are the
+ * columns; in these, for each row of tiles, the inputs 2 q, 2 q + 1, 2 q + 8, 2 q + 9, all
+ * q of one before the next, each four times. */
+#define COLUMN_STAGES 3
+
+template <int K2, int RQ>
+constexpr int column_stage = (2048 * RQ + 512 * K2 + 1023) / 1024 * 1024;
+
+/* Row quads of a product with columns. */
+#define COLUMN_RQ(rows) ((rows) <= 8 ? 2 : 4)
+
+/* Grid (blocks of k / 4, 4 * rq), 128 threads: a warp makes one block of one row; absent
+ * rows are zeros. */
+__global__ void __launch_bounds__(QUAD)
+    exl3_to_columns(const __grid_constant__ hx_cuda_job j, int64_t n_block, int rq,
+                    hx_cuda_area area)
+{
+    const int lane = threadIdx.x & 31, t = lane >> 2, r = blockIdx.y;
+    const int64_t b = (int64_t)blockIdx.x * 4 + (threadIdx.x >> 5);
+    hx_cuda_scale scale = {};
+    uint2 v = {};
+
+    hx_cuda_in_turn();
+    if (b >= n_block)
+        return;
+    if (r < j.rows) {
+        float x[4];
+
+        inputs(x, &j, row_of(&j, r), b * 128 + 4 * lane);
+        v = hx_cuda_planes(x, &scale);
+    }
+    uint8_t *to = (uint8_t *)area.plane + (b * 4 + (t >> 1)) * (1024 * rq) + r * 256 +
+                  4 * (lane & 3);
+    for (int p = 0; p < 2; p++)
+        for (int m = 0; m < 4; m++)
+            *(uint32_t *)(to + p * 128 +
+                          16 * ((4 * (t & 1) + m) ^ ((2 * r + p) & 7))) =
+                __byte_perm(p == 0 ? v.x : v.y, 0, 0x1111u * (uint32_t)m);
+    if (lane == 0)
+        area.scale[b * 4 * rq + r] = scale;
+}
+
+#if HX_WGMMA
+
+/* d [64, 8 RQ] (+)= a [64, 32] b [8 RQ, 32]^T by four warps, u8 times s8. */
+template <int RQ>
+__device__ static inline void wgmma_u8(int32_t *d, uint32_t a0, uint32_t a1, uint32_t a2,
+                                       uint32_t a3, uint64_t b, int add)
+{
+    if constexpr (RQ == 2)
+        asm volatile("{.reg .pred p; setp.ne.b32 p, %13, 0;\n"
+                     "wgmma.mma_async.sync.aligned.m64n16k32.s32.u8.s8 "
+                     "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, p;}"
+                     : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]),
+                       "+r"(d[5]), "+r"(d[6]), "+r"(d[7])
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add));
+    else
+        asm volatile("{.reg .pred p; setp.ne.b32 p, %21, 0;\n"
+                     "wgmma.mma_async.sync.aligned.m64n32k32.s32.u8.s8 {" HX_D16 "}, "
+                     "{%16, %17, %18, %19}, %20, p;}"
+                     : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]),
+                       "+r"(d[5]), "+r"(d[6]), "+r"(d[7]), "+r"(d[8]), "+r"(d[9]),
+                       "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]),
+                       "+r"(d[15])
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add));
+}
+
+/* Stages of 64 inputs of a quad, filled by its first thread. */
+struct column_pipe {
+    uint8_t *ring;
+    uint32_t full, empty; /* [stages] barriers */
+    const uint8_t *tiles, *columns;
+    int64_t pitch; /* of a row of tiles */
+    int steps;     /* of all */
+    int at, phase; /* the stage in use, and its turn's parity */
+};
+
+template <int K2, int RQ>
+__device__ static inline void fetch_stage_tiles(const column_pipe &s, int step, int at)
+{
+    const uint32_t to = hx_shared_of(s.ring + at * column_stage<K2, RQ> + 2048 * RQ);
+
+    hx_bar_expect(s.full + 8 * at, 2048 * RQ + 512 * K2);
+    for (int r = 0; r < 4; r++)
+        hx_bulk_copy(to + r * 128 * K2, s.tiles + (4 * (int64_t)step + r) * s.pitch,
+                     128 * K2, s.full + 8 * at);
+}
+
+template <int K2, int RQ>
+__device__ static inline void fetch_stage_columns(const column_pipe &s, int step, int at)
+{
+    hx_bulk_copy(hx_shared_of(s.ring + at * column_stage<K2, RQ>),
+                 s.columns + (int64_t)step * (2048 * RQ), 2048 * RQ, s.full + 8 * at);
+}
+
+/* A stage's products onto d[tile], or as its first. While the tensor cores have one tile,
+ * the next is decoded. The stage before is empty once two groups of this one have begun. */
+template <int K2, int RQ>
+__device__ static inline void multiply_stage(const column_pipe &s, int step,
+                                             uint32_t a[2][8], int32_t d[2][4 * RQ])
+{
+    const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
+    const int before = s.at == 0 ? COLUMN_STAGES - 1 : s.at - 1;
+    const uint8_t *stage = s.ring + s.at * column_stage<K2, RQ>;
+    const uint8_t *tiles = stage + 2048 * RQ + 2 * warp * 16 * K2;
+    /* The shuffle tells the compiler that all lanes have the same. */
+    const uint64_t b = hx_wgmma_matrix(__shfl_sync(~0u, hx_shared_of(stage), 0));
+
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+        const uint64_t now = b + (uint32_t)((t >> 1) * 64 * RQ + (t & 1) * 4);
+
+#pragma unroll
+        for (int tile = 0; tile < 2; tile++) {
+            uint32_t *w = a[tile];
+
+            hx_wgmma_wait_older();
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                HX_PIN(w[i], "r");
+            if (t == 0 && tile == 1 && step > 0 && lane == 0)
+                hx_bar_arrive(s.empty + 8 * before);
+            __syncwarp();
+            hx_cuda_windows<K2>((const uint32_t *)(tiles + (8 * t + tile) * 16 * K2),
+                                lane, w);
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                w[i] *= HX_EXL3_MUL1;
+                HX_PIN(w[i], "r");
+            }
+            hx_wgmma_begin();
+            wgmma_u8<RQ>(d[tile], w[0], w[4], w[1], w[5], now, (step & 1) + t);
+            wgmma_u8<RQ>(d[tile], w[2], w[6], w[3], w[7], now + 2, 1);
+            hx_wgmma_commit();
+        }
+        if (t == 1 && (threadIdx.x & (QUAD - 1)) == 0 && step > 0 &&
+            step - 1 + COLUMN_STAGES < s.steps) {
+            const int next = step - 1 + COLUMN_STAGES;
+
+            hx_bar_wait(s.empty + 8 * before, s.at == 0 ? s.phase ^ 1 : s.phase);
+            fetch_stage_tiles<K2, RQ>(s, next, before);
+            fetch_stage_columns<K2, RQ>(s, next, before);
+        }
+        __syncwarp();
+    }
+}
+
+/* A quad's blocks, mine of them: their subtree of every row and output, in to[128 rq +
+ * thread of the quad] outputs 8 i + g of the warp, i = 0 … 3, of row 4 rq + q. */
+template <int K2, int RQ>
+__device__ static inline void multiply_columns(column_pipe &s, int mine,
+                                               const hx_cuda_scale *scale, float4 *to)
+{
+    constexpr int slots = MOST_BPS(RQ) <= 2 ? 1 : 2;
+    uint32_t a[2][8] = {};
+    int32_t d[2][4 * RQ] = {};
+    float level[RQ][4][slots];
+
+    for (int b = 0; b < mine; b++, scale += 4 * RQ) {
+        hx_cuda_scale now[RQ];
+
+#pragma unroll
+        for (int rq = 0; rq < RQ; rq++)
+            *(uint2 *)&now[rq] = __ldcg((const uint2 *)scale + 4 * rq + (threadIdx.x & 3));
+        for (int half = 0; half < 2; half++) {
+            hx_bar_wait(s.full + 8 * s.at, s.phase);
+            multiply_stage<K2, RQ>(s, 2 * b + half, a, d);
+            if (++s.at == COLUMN_STAGES) {
+                s.at = 0;
+                s.phase ^= 1;
+            }
+        }
+        hx_wgmma_wait();
+#pragma unroll
+        for (int i = 0; i < 8 * RQ; i++)
+            HX_PIN(d[i / (4 * RQ)][i % (4 * RQ)], "r");
+#pragma unroll
+        for (int rq = 0; rq < RQ; rq++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int32_t *sum = &d[i >> 1][4 * rq + 2 * (i & 1)];
+
+                tree_put<slots>(level[rq][i], b, term<false>(sum, sum, now[rq]));
+            }
+    }
+    __syncthreads(); /* to lies where the stages were */
+    if (mine > 0)
+#pragma unroll
+        for (int rq = 0; rq < RQ; rq++)
+            to[QUAD * rq + (threadIdx.x & (QUAD - 1))] =
+                make_float4(tree_get<slots>(level[rq][0], mine),
+                            tree_get<slots>(level[rq][1], mine),
+                            tree_get<slots>(level[rq][2], mine),
+                            tree_get<slots>(level[rq][3], mine));
+    __syncthreads();
+}
+
+/* What the threads of a quad have of row quad rq becomes rows of outputs. */
+template <int RQ> __device__ static inline void put_row(float *out, int rq, float4 v)
+{
+    const int lane = threadIdx.x & 31;
+    float *to = out + (4 * rq + (lane & 3)) * GROUP_COLS + (threadIdx.x & 96) + (lane >> 2);
+
+    to[0] = v.x;
+    to[8] = v.y;
+    to[16] = v.z;
+    to[24] = v.w;
+}
+
+#endif
+
+/* One thread block: 128 outputs, 4 RQ rows, 1 to 4 quads with bps blocks of inputs each.
+ * Grid (n_pad / 128, splits). Reads every trellis byte of its part once, and of the columns
+ * RQ * 4096 bytes a block. The splits' work memory is [group][split][RQ][128 float4].
+ * Shared: the quads' stages; after the products RQ * 2048 bytes a quad, and the rows. */
+template <int K2, int RQ>
+__global__ void __launch_bounds__(QUAD *(RQ == 4 ? 5 : 6))
+    exl3_columns(const __grid_constant__ product p)
+{
+#if HX_WGMMA
+    extern __shared__ __align__(1024) uint8_t stages[];
+    __shared__ uint64_t bar[MAX_QUADS][2 * COLUMN_STAGES];
+    const int quad = threadIdx.x / QUAD, me = threadIdx.x & (QUAD - 1);
+    const int n_quad = blockDim.x / QUAD, n_split = gridDim.y;
+    const int64_t n_block = p.k_pad / 128, first = (int64_t)blockIdx.y * p.bps * n_quad;
+    const int64_t block0 = first + quad * p.bps;
+    const int mine = (int)max((int64_t)0, min((int64_t)p.bps, n_block - block0));
+    const int here = (int)min((int64_t)n_quad, (n_block - first + p.bps - 1) / p.bps);
+    const hx_cuda_job *j = &p.one;
+    column_pipe s;
+
+    s.ring = stages + quad * COLUMN_STAGES * column_stage<K2, RQ>;
+    s.full = hx_shared_of(&bar[quad][0]);
+    s.empty = s.full + 8 * COLUMN_STAGES;
+    s.pitch = p.n_pad * K2;
+    s.tiles = (const uint8_t *)j->trellis + block0 * 8 * s.pitch +
+              (int64_t)blockIdx.x * (128 * K2);
+    s.columns = (const uint8_t *)p.area.plane + block0 * (4096 * RQ);
+    s.steps = 2 * mine;
+    s.at = s.phase = 0;
+    if (me == 0) {
+        for (int i = 0; i < COLUMN_STAGES; i++) {
+            hx_bar_init(s.full + 8 * i, 1);
+            hx_bar_init(s.empty + 8 * i, 4);
+        }
+        hx_bar_init_done();
+        for (int i = 0; i < COLUMN_STAGES && i < s.steps; i++)
+            fetch_stage_tiles<K2, RQ>(s, i, i);
+    }
+    __syncthreads();
+    hx_cuda_in_turn();
+    if (me == 0)
+        for (int i = 0; i < COLUMN_STAGES && i < s.steps; i++)
+            fetch_stage_columns<K2, RQ>(s, i, i);
+    __syncwarp();
+    float4 *sums = (float4 *)stages;
+    float *out = (float *)(sums + n_quad * RQ * QUAD);
+    float4 *part =
+        (float4 *)p.area.part + (int64_t)blockIdx.x * n_split * RQ * QUAD + me;
+    multiply_columns<K2, RQ>(s, mine, p.area.scale + block0 * 4 * RQ,
+                             sums + quad * RQ * QUAD);
+    for (int rq = quad; rq < RQ; rq += n_quad) {
+        const float4 *v = sums + rq * QUAD + me;
+        const int step = RQ * QUAD;
+        float4 t = v[0];
+
+        if (here > 1)
+            t = plus(t, v[step]);
+        if (here > 2)
+            t = plus(t, here > 3 ? plus(v[2 * step], v[3 * step]) : v[2 * step]);
+        if (n_split == 1)
+            put_row<RQ>(out, rq, t);
+        else
+            part[(int64_t)blockIdx.y * step + rq * QUAD] = t;
+    }
+    if (n_split > 1) {
+        if (!is_last(&p.area.ticket[blockIdx.x], n_split))
+            return;
+        for (int rq = quad; rq < RQ; rq += n_quad)
+            put_row<RQ>(
+                out, rq,
+                join((const float *)(part + rq * QUAD), RQ * QUAD * 4, n_split));
+    }
+    __syncthreads();
+    for (int r = threadIdx.x >> 5; r < j->rows; r += blockDim.x >> 5)
+        finish(j, row_of(j, r), ((const float4 *)out)[r * 32 + (threadIdx.x & 31)]);
+#endif
 }
 
 /* ---- launching -------------------------------------------------------------- */
@@ -707,14 +871,22 @@ static cut cut_of(const hx_cuda_shape *s, int n_sm)
     return c;
 }
 
+/* Whether one product of the shape has columns, on Hopper. */
+static bool has_columns(const hx_cuda_shape *s)
+{
+    return s->n_job == 1 && s->rows > HX_CUDA_FEW_ROWS && s->codebook == HX_CB_MUL1;
+}
+
 /* Bytes of the parts of an area, each a multiple of 256. */
 static void area_parts(const hx_cuda_shape *s, int n_sm, size_t part[3])
 {
-    const size_t blocks = (size_t)(s->slots * (s->k_pad / 128));
+    const int64_t slots =
+        has_columns(s) ? HX_MAX(s->slots, (int64_t)4 * COLUMN_RQ(s->rows)) : s->slots;
+    const size_t blocks = (size_t)(slots * (s->k_pad / 128));
 
-    part[0] = blocks * PLANE;
+    part[0] = blocks * (has_columns(s) ? 4 * PLANE : PLANE);
     part[1] = (blocks * sizeof(hx_cuda_scale) + 255) / 256 * 256;
-    part[2] = (size_t)(s->slots * s->n_pad * cut_of(s, n_sm).splits) * sizeof(float);
+    part[2] = (size_t)(slots * s->n_pad * cut_of(s, n_sm).splits) * sizeof(float);
 }
 
 size_t hx_cuda_area_bytes(const hx_cuda_shape *s, int n_sm)
@@ -741,16 +913,11 @@ cudaError_t hx_cuda_area_of(const hx_cuda_shape *s, const hx_cuda_work *w,
     return cudaSuccess;
 }
 
-template <int K2, int RQ, bool HALF>
-static cudaError_t launch(const product &p, const hx_cuda_shape *s, const hx_cuda_work *w,
-                          cudaStream_t stream)
+/* A kernel for all thread blocks of a cut. */
+template <class... P>
+static cudaError_t start(void (*kernel)(P...), const hx_cuda_shape *s, cut c,
+                         size_t bytes, const hx_cuda_work *w, cudaStream_t stream, P... a)
 {
-    const cut c = cut_of(s, w->n_sm);
-    const size_t rows = (size_t)p.rows, per_block = 1024 * K2 + rows * PLANE_STEP;
-    const size_t columns = COLUMNS(RQ, HALF) ? COLUMN_BYTES(RQ) : 0;
-    size_t bytes = (size_t)c.quads * HX_MAX((size_t)c.bps * per_block + columns,
-                                            rows * GROUP_COLS * sizeof(float)) +
-                   (columns > 0 ? COLUMN_ALIGN : 0);
     const dim3 grid((unsigned)(s->n_pad / GROUP_COLS), (unsigned)c.splits,
                     (unsigned)s->n_job);
     int dev, sm_bytes = 0;
@@ -763,14 +930,30 @@ static cudaError_t launch(const product &p, const hx_cuda_shape *s, const hx_cud
     if ((int64_t)grid.x * grid.y * grid.z <= w->n_sm)
         bytes = HX_MAX(bytes, (size_t)sm_bytes / 2);
     if (rc == cudaSuccess)
-        rc =
-            cudaFuncSetAttribute(exl3_rows<K2, RQ, HALF>,
-                                 cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+        rc = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  (int)bytes);
     if (rc != cudaSuccess)
         return rc;
-    return hx_cuda_launch(w->overlap, exl3_rows<K2, RQ, HALF>, grid,
-                          dim3((unsigned)(QUAD * c.quads)), bytes, stream, p,
-                          hx_cuda_codebook_of(s->codebook));
+    return hx_cuda_launch(w->overlap, kernel, grid, dim3((unsigned)(QUAD * c.quads)),
+                          bytes, stream, a...);
+}
+
+template <int K2, int RQ, bool HALF>
+static cudaError_t launch(const product &p, const hx_cuda_shape *s, const hx_cuda_work *w,
+                          cudaStream_t stream)
+{
+    const cut c = cut_of(s, w->n_sm);
+    const size_t rows = (size_t)p.rows, per_block = 1024 * K2 + rows * PLANE_STEP;
+
+    if constexpr (RQ > 1 && !HALF)
+        if (p.columns)
+            return start(exl3_columns<K2, RQ>, s, c,
+                         (size_t)(c.quads * COLUMN_STAGES * column_stage<K2, RQ>), w,
+                         stream, p);
+    return start(exl3_rows<K2, RQ, HALF>, s, c,
+                 (size_t)c.quads * HX_MAX((size_t)c.bps * per_block,
+                                          rows * GROUP_COLS * sizeof(float)),
+                 w, stream, p, hx_cuda_codebook_of(s->codebook));
 }
 
 template <int K2, bool HALF>
@@ -820,6 +1003,16 @@ static cudaError_t multiply(product *p, const hx_cuda_shape *s, const hx_cuda_wo
 #undef CASE
 }
 
+static bool is_hopper(void)
+{
+    int dev, cc = 0;
+
+    return cudaGetDevice(&dev) == cudaSuccess &&
+           cudaDeviceGetAttribute(&cc, cudaDevAttrComputeCapabilityMajor, dev) ==
+               cudaSuccess &&
+           cc == 9;
+}
+
 cudaError_t hx_cuda_rows(const hx_cuda_job *job, const hx_cuda_shape *s,
                          const hx_cuda_work *w, cudaStream_t stream)
 {
@@ -833,7 +1026,14 @@ cudaError_t hx_cuda_rows(const hx_cuda_job *job, const hx_cuda_shape *s,
     if ((rc = hx_cuda_area_of(&shape, w, &p.area)) != cudaSuccess)
         return rc;
     p.made = job->rows > HX_CUDA_FEW_ROWS || load_of(&shape, w->n_sm) >= MADE_LOAD;
-    if (p.made)
+    p.columns = has_columns(&shape) && is_hopper();
+    if (p.columns)
+        rc = hx_cuda_launch(w->overlap, exl3_to_columns,
+                            dim3((unsigned)((n_block + 3) / 4),
+                                 (unsigned)(4 * COLUMN_RQ(job->rows))),
+                            dim3(QUAD), 0, stream, *job, n_block, COLUMN_RQ(job->rows),
+                            p.area);
+    else if (p.made)
         rc = hx_cuda_launch(w->overlap, exl3_quantize,
                             dim3((unsigned)((n_block + 3) / 4), (unsigned)job->rows),
                             dim3(QUAD), 0, stream, *job, n_block, p.area);
