@@ -51,7 +51,8 @@ typedef struct {
     hx_codebook codebook;
     int quads, bps; /* 4 warps each, 1, 2 or 4, and 128-input blocks of each,
                      * 1, 2 or 4; 0: choose */
-    bool fresh;     /* the jobs come from the launch just before */
+    bool listed;    /* the jobs are an array, hx_cuda_jobs() */
+    bool fresh;     /* they come from the launch just before */
 } hx_cuda_shape;
 
 /* Work memory, as laid out for a shape. */

@@ -5,9 +5,9 @@
  * them idle. So a thread block has 64 outputs, whose weights sixteen warps decode into shared
  * memory, two a stage in turn; the rows, which the two thread blocks of a cluster copy for one
  * another, are the A operand. Sums and their order are the others'. The cluster has a group
- * and rotates its sums; or, where there are few groups, half of one: then a thread block has
- * 32 outputs and a warp a stage, the sums go to y as they are, and the last of four rotates
- * them there. */
+ * and rotates its sums; or, where there are few groups and up to 32 rows, half of one: then a
+ * thread block has 32 outputs and a warp a stage, the sums go to y as they are, and the last
+ * of four rotates them there. */
 #include "dev/cuda_gemm.h"
 
 enum {
@@ -49,10 +49,10 @@ struct few {
  * matrix l / 8. */
 HX_DEVICE void few_put(uint32_t at, const uint32_t r[4])
 {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                     at),
-                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-                 : "memory");
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
+        "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+        : "memory");
 }
 
 /* The rows' copies: a part of each stage, for all. One thread. */
@@ -335,7 +335,7 @@ cudaError_t hx_cuda_few(hx_gemm *p, const hx_cuda_work *w, hx_codebook codebook,
 {
     hx_gemm_limits l = {};
     cudaError_t rc = hx_cuda_gemm_limits(&l);
-    const bool half = p->groups * (GROUP / 32) <= w->n_sm && p->wide &&
+    const bool half = p->rows <= 32 && p->groups * (GROUP / 32) <= w->n_sm && p->wide &&
                       p->n == (int64_t)p->groups * GROUP && p->groups <= w->n_ticket &&
                       few_bytes<32>(p->rows, p->k2) <= l.block;
 

@@ -41,7 +41,7 @@ struct product {
     int bps;  /* 128-input blocks of a quad */
     int rows; /* the most, for which shared memory is sized */
     bool fresh;
-    bool made; /* the activations are in the area */
+    bool made;    /* the activations are in the area */
     bool columns; /* as columns */
 };
 
@@ -577,8 +577,7 @@ __global__ void __launch_bounds__(QUAD)
                   4 * (lane & 3);
     for (int p = 0; p < 2; p++)
         for (int m = 0; m < 4; m++)
-            *(uint32_t *)(to + p * 128 +
-                          16 * ((4 * (t & 1) + m) ^ ((2 * r + p) & 7))) =
+            *(uint32_t *)(to + p * 128 + 16 * ((4 * (t & 1) + m) ^ ((2 * r + p) & 7))) =
                 __byte_perm(p == 0 ? v.x : v.y, 0, 0x1111u * (uint32_t)m);
     if (lane == 0)
         area.scale[b * 4 * rq + r] = scale;
@@ -695,17 +694,17 @@ template <int K2, int RQ>
 __device__ static inline void multiply_columns(column_pipe &s, int mine,
                                                const hx_cuda_scale *scale, float4 *to)
 {
-    constexpr int slots = MOST_BPS(RQ) <= 2 ? 1 : 2;
     uint32_t a[2][8] = {};
     int32_t d[2][4 * RQ] = {};
-    float level[RQ][4][slots];
+    float level[RQ][4][2];
 
     for (int b = 0; b < mine; b++, scale += 4 * RQ) {
         hx_cuda_scale now[RQ];
 
 #pragma unroll
         for (int rq = 0; rq < RQ; rq++)
-            *(uint2 *)&now[rq] = __ldcg((const uint2 *)scale + 4 * rq + (threadIdx.x & 3));
+            *(uint2 *)&now[rq] =
+                __ldcg((const uint2 *)scale + 4 * rq + (threadIdx.x & 3));
         for (int half = 0; half < 2; half++) {
             hx_bar_wait(s.full + 8 * s.at, s.phase);
             multiply_stage<K2, RQ>(s, 2 * b + half, a, d);
@@ -724,18 +723,16 @@ __device__ static inline void multiply_columns(column_pipe &s, int mine,
             for (int i = 0; i < 4; i++) {
                 const int32_t *sum = &d[i >> 1][4 * rq + 2 * (i & 1)];
 
-                tree_put<slots>(level[rq][i], b, term<false>(sum, sum, now[rq]));
+                tree_put<2>(level[rq][i], b, term<false>(sum, sum, now[rq]));
             }
     }
     __syncthreads(); /* to lies where the stages were */
     if (mine > 0)
 #pragma unroll
         for (int rq = 0; rq < RQ; rq++)
-            to[QUAD * rq + (threadIdx.x & (QUAD - 1))] =
-                make_float4(tree_get<slots>(level[rq][0], mine),
-                            tree_get<slots>(level[rq][1], mine),
-                            tree_get<slots>(level[rq][2], mine),
-                            tree_get<slots>(level[rq][3], mine));
+            to[QUAD * rq + (threadIdx.x & (QUAD - 1))] = make_float4(
+                tree_get<2>(level[rq][0], mine), tree_get<2>(level[rq][1], mine),
+                tree_get<2>(level[rq][2], mine), tree_get<2>(level[rq][3], mine));
     __syncthreads();
 }
 
@@ -743,7 +740,8 @@ __device__ static inline void multiply_columns(column_pipe &s, int mine,
 template <int RQ> __device__ static inline void put_row(float *out, int rq, float4 v)
 {
     const int lane = threadIdx.x & 31;
-    float *to = out + (4 * rq + (lane & 3)) * GROUP_COLS + (threadIdx.x & 96) + (lane >> 2);
+    float *to =
+        out + (4 * rq + (lane & 3)) * GROUP_COLS + (threadIdx.x & 96) + (lane >> 2);
 
     to[0] = v.x;
     to[8] = v.y;
@@ -758,7 +756,7 @@ template <int RQ> __device__ static inline void put_row(float *out, int rq, floa
  * RQ * 4096 bytes a block. The splits' work memory is [group][split][RQ][128 float4].
  * Shared: the quads' stages; after the products RQ * 2048 bytes a quad, and the rows. */
 template <int K2, int RQ>
-__global__ void __launch_bounds__(QUAD *(RQ == 4 ? 5 : 6))
+__global__ void __launch_bounds__(QUAD *(RQ == 4 ? 4 : 6))
     exl3_columns(const __grid_constant__ product p)
 {
 #if HX_WGMMA
@@ -799,8 +797,7 @@ __global__ void __launch_bounds__(QUAD *(RQ == 4 ? 5 : 6))
     __syncwarp();
     float4 *sums = (float4 *)stages;
     float *out = (float *)(sums + n_quad * RQ * QUAD);
-    float4 *part =
-        (float4 *)p.area.part + (int64_t)blockIdx.x * n_split * RQ * QUAD + me;
+    float4 *part = (float4 *)p.area.part + (int64_t)blockIdx.x * n_split * RQ * QUAD + me;
     multiply_columns<K2, RQ>(s, mine, p.area.scale + block0 * 4 * RQ,
                              sums + quad * RQ * QUAD);
     for (int rq = quad; rq < RQ; rq += n_quad) {
@@ -821,9 +818,8 @@ __global__ void __launch_bounds__(QUAD *(RQ == 4 ? 5 : 6))
         if (!is_last(&p.area.ticket[blockIdx.x], n_split))
             return;
         for (int rq = quad; rq < RQ; rq += n_quad)
-            put_row<RQ>(
-                out, rq,
-                join((const float *)(part + rq * QUAD), RQ * QUAD * 4, n_split));
+            put_row<RQ>(out, rq,
+                        join((const float *)(part + rq * QUAD), RQ * QUAD * 4, n_split));
     }
     __syncthreads();
     for (int r = threadIdx.x >> 5; r < j->rows; r += blockDim.x >> 5)
@@ -846,6 +842,36 @@ static int64_t load_of(const hx_cuda_shape *s, int n_sm)
     return s->n_pad / GROUP_COLS * s->n_job * (s->k_pad / 128) / n_sm;
 }
 
+/* Whether a product of the shape has its rows as columns. */
+static bool has_columns(const hx_cuda_shape *s)
+{
+    int dev, cc = 0;
+
+    return !s->listed && s->rows > HX_CUDA_FEW_ROWS && s->codebook == HX_CB_MUL1 &&
+           cudaGetDevice(&dev) == cudaSuccess &&
+           cudaDeviceGetAttribute(&cc, cudaDevAttrComputeCapabilityMajor, dev) ==
+               cudaSuccess &&
+           cc == 9;
+}
+
+/* Long ways for a quad once there are enough of them: a beginning and an end cost as much
+ * as 20 tiles. */
+static cut column_cut(const hx_cuda_shape *s, int n_sm)
+{
+    const int64_t blocks = s->k_pad / 128, load = load_of(s, n_sm);
+    const bool wide = s->rows > 8;
+    cut c = { s->quads, s->bps, 0 };
+
+    if (c.quads == 0) {
+        c.quads = load < 8 ? wide ? 2 : 4 : load < 20 ? 4 : 2;
+        c.bps = load < 8 ? wide ? 2 : 1 : HX_CUDA_MAX_BPS;
+        while (c.quads > 1 && c.quads / 2 * c.bps >= blocks)
+            c.quads /= 2;
+    }
+    c.splits = (blocks + c.quads * c.bps - 1) / (c.quads * c.bps);
+    return c;
+}
+
 /* Measured on an H200 (132 multiprocessors), by their load: with few blocks of weights, the quads of a thread block share the join; with many, small
  * thread blocks even out. */
 static cut cut_of(const hx_cuda_shape *s, int n_sm)
@@ -855,6 +881,8 @@ static cut cut_of(const hx_cuda_shape *s, int n_sm)
     const int64_t blocks = s->k_pad / 128, load = load_of(s, n_sm);
     cut c = { s->quads, s->bps, 0 };
 
+    if (has_columns(s))
+        return column_cut(s, n_sm);
     if (c.quads == 0) {
         c.quads = load < 8 ? MAX_QUADS : load < 20 ? rq == 1 ? 4 : 2 : rq == 4 ? 2 : 1;
         c.bps = load < 8 ? 1 : load < 40 || s->k2 > 8 ? 2 : HX_CUDA_MAX_BPS;
@@ -869,12 +897,6 @@ static cut cut_of(const hx_cuda_shape *s, int n_sm)
             c.bps /= 2;
     c.splits = (blocks + c.quads * c.bps - 1) / (c.quads * c.bps);
     return c;
-}
-
-/* Whether one product of the shape has columns, on Hopper. */
-static bool has_columns(const hx_cuda_shape *s)
-{
-    return s->n_job == 1 && s->rows > HX_CUDA_FEW_ROWS && s->codebook == HX_CB_MUL1;
 }
 
 /* Bytes of the parts of an area, each a multiple of 256. */
@@ -915,7 +937,7 @@ cudaError_t hx_cuda_area_of(const hx_cuda_shape *s, const hx_cuda_work *w,
 
 /* A kernel for all thread blocks of a cut. */
 template <class... P>
-static cudaError_t start(void (*kernel)(P...), const hx_cuda_shape *s, cut c,
+static cudaError_t start(void (*kernel)(P...), const hx_cuda_shape *s, cut c, int threads,
                          size_t bytes, const hx_cuda_work *w, cudaStream_t stream, P... a)
 {
     const dim3 grid((unsigned)(s->n_pad / GROUP_COLS), (unsigned)c.splits,
@@ -934,8 +956,8 @@ static cudaError_t start(void (*kernel)(P...), const hx_cuda_shape *s, cut c,
                                   (int)bytes);
     if (rc != cudaSuccess)
         return rc;
-    return hx_cuda_launch(w->overlap, kernel, grid, dim3((unsigned)(QUAD * c.quads)),
-                          bytes, stream, a...);
+    return hx_cuda_launch(w->overlap, kernel, grid, dim3((unsigned)threads), bytes,
+                          stream, a...);
 }
 
 template <int K2, int RQ, bool HALF>
@@ -947,13 +969,14 @@ static cudaError_t launch(const product &p, const hx_cuda_shape *s, const hx_cud
 
     if constexpr (RQ > 1 && !HALF)
         if (p.columns)
-            return start(exl3_columns<K2, RQ>, s, c,
+            return start(exl3_columns<K2, RQ>, s, c, QUAD * c.quads,
                          (size_t)(c.quads * COLUMN_STAGES * column_stage<K2, RQ>), w,
                          stream, p);
-    return start(exl3_rows<K2, RQ, HALF>, s, c,
-                 (size_t)c.quads * HX_MAX((size_t)c.bps * per_block,
-                                          rows * GROUP_COLS * sizeof(float)),
-                 w, stream, p, hx_cuda_codebook_of(s->codebook));
+    const size_t bytes = (size_t)c.quads * HX_MAX((size_t)c.bps * per_block,
+                                                  rows * GROUP_COLS * sizeof(float));
+
+    return start(exl3_rows<K2, RQ, HALF>, s, c, QUAD * c.quads, bytes, w, stream, p,
+                 hx_cuda_codebook_of(s->codebook));
 }
 
 template <int K2, bool HALF>
@@ -1003,16 +1026,6 @@ static cudaError_t multiply(product *p, const hx_cuda_shape *s, const hx_cuda_wo
 #undef CASE
 }
 
-static bool is_hopper(void)
-{
-    int dev, cc = 0;
-
-    return cudaGetDevice(&dev) == cudaSuccess &&
-           cudaDeviceGetAttribute(&cc, cudaDevAttrComputeCapabilityMajor, dev) ==
-               cudaSuccess &&
-           cc == 9;
-}
-
 cudaError_t hx_cuda_rows(const hx_cuda_job *job, const hx_cuda_shape *s,
                          const hx_cuda_work *w, cudaStream_t stream)
 {
@@ -1026,13 +1039,12 @@ cudaError_t hx_cuda_rows(const hx_cuda_job *job, const hx_cuda_shape *s,
     if ((rc = hx_cuda_area_of(&shape, w, &p.area)) != cudaSuccess)
         return rc;
     p.made = job->rows > HX_CUDA_FEW_ROWS || load_of(&shape, w->n_sm) >= MADE_LOAD;
-    p.columns = has_columns(&shape) && is_hopper();
+    p.columns = has_columns(&shape);
     if (p.columns)
-        rc = hx_cuda_launch(w->overlap, exl3_to_columns,
-                            dim3((unsigned)((n_block + 3) / 4),
-                                 (unsigned)(4 * COLUMN_RQ(job->rows))),
-                            dim3(QUAD), 0, stream, *job, n_block, COLUMN_RQ(job->rows),
-                            p.area);
+        rc = hx_cuda_launch(
+            w->overlap, exl3_to_columns,
+            dim3((unsigned)((n_block + 3) / 4), (unsigned)(4 * COLUMN_RQ(job->rows))),
+            dim3(QUAD), 0, stream, *job, n_block, COLUMN_RQ(job->rows), p.area);
     else if (p.made)
         rc = hx_cuda_launch(w->overlap, exl3_quantize,
                             dim3((unsigned)((n_block + 3) / 4), (unsigned)job->rows),
