@@ -501,15 +501,17 @@ static void checks_moe(hx_dev *cpu)
     check_moe(cpu, 4096, 2048, 9, 8, 16, 6, 12, 12, HX_CB_MUL1, false);
     check_moe(cpu, 384, 640, 7, 2, 5, 8, 8, 8, HX_CB_MCG, true);
     check_moe(cpu, 4096, 2048, 3, 8, 16, 6, 6, 6, HX_CB_MUL1, false);
+    check_moe(cpu, 4096, 8192, 9, 1, 1, 6, 6, 6, HX_CB_MUL1,
+              false); /* one job of many rows */
 }
 
 typedef std::pair<int, int> cut; /* quads, 128-input blocks of a quad */
-static const cut cuts[] = { { 1, 1 }, { 1, 2 }, { 1, 4 }, { 2, 1 },
-                            { 2, 2 }, { 4, 1 }, { 4, 2 }, { 0, 0 } };
+static const cut cuts[] = { { 1, 1 }, { 1, 2 }, { 1, 4 }, { 2, 1 }, { 2, 2 },
+                            { 2, 4 }, { 4, 1 }, { 4, 2 }, { 4, 4 }, { 0, 0 } };
 
 static void times(void)
 {
-    printf("cuts: 1x1 1x2 1x4 2x1 2x2 4x1 4x2 auto\n");
+    printf("cuts: 1x1 1x2 1x4 2x1 2x2 2x4 4x1 4x2 4x4 auto\n");
 
     const shape shapes[] = { { 4096, 2048 }, { 2048, 4096 },  { 4096, 8192 },
                              { 8192, 4096 }, { 4096, 24576 }, { 4096, 154880 } };

@@ -137,6 +137,9 @@ static hx_cuda_work work_of(size_t bytes)
     w.n_sm = prop.multiProcessorCount;
     w.overlap = prop.major >= 9;
     w.bytes = bytes;
+    w.n_ticket = 256;
+    CHECK(cudaMalloc(&w.ticket, w.n_ticket * sizeof(int)));
+    CHECK(cudaMemset(w.ticket, 0, w.n_ticket * sizeof(int)));
     CHECK(cudaMalloc(&w.p, bytes));
     CHECK(cudaMemset(w.p, 0xff, bytes));
     return w;
@@ -258,6 +261,8 @@ static void checks(void)
     check(HX_FMT_EXL3, 384, 2048, 8, HX_CB_MCG, false);
     check(HX_FMT_EXL3, 384, 2048, 6, HX_CB_MUL1, false, 256 * 2048 * 2 + 4096);
     check(HX_FMT_EXL3, 256, 4096, 6, HX_CB_MUL1, false);
+    check(HX_FMT_EXL3, 70 * 128, 384, 6, HX_CB_MUL1,
+          false); /* more than multiprocessors */
     for (hx_fmt f : { HX_FMT_F32, HX_FMT_F16, HX_FMT_BF16, HX_FMT_FP8 }) {
         check(f, 100, 300, 32, HX_CB_MUL1, true);
         check(f, 640, 1024, 32, HX_CB_MUL1, false);

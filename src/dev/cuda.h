@@ -51,7 +51,8 @@ typedef struct {
     hx_codebook codebook;
     int quads, bps; /* 4 warps each, 1, 2 or 4, and 128-input blocks of each,
                      * 1, 2 or 4; 0: choose */
-    bool fresh;     /* the jobs come from the launch just before */
+    bool listed;    /* the jobs are an array, hx_cuda_jobs() */
+    bool fresh;     /* they come from the launch just before */
 } hx_cuda_shape;
 
 /* Work memory, as laid out for a shape. */
@@ -110,7 +111,7 @@ size_t hx_cuda_moe_bytes(const hx_cuda_moe *m, int n_sm);
 cudaError_t hx_cuda_experts(const hx_cuda_moe *m, const hx_cuda_work *w,
                             cudaStream_t stream);
 
-/* ---- many rows (cuda_gemm.cu) -------------------------------------------- */
+/* ---- many rows (cuda_gemm.h) --------------------------------------------- */
 
 /* y[r, 0..n) = W x[r, 0..k) (+ bias), any format; the matrix is in device memory, the
  * trellis 16-byte aligned, or in mapped host memory. Halves on the tensor cores, f32 sums;
@@ -272,10 +273,9 @@ __device__ static inline void hx_cuda_windows(const uint32_t *tile, int lane,
 }
 
 /* Rotates and quantises a block of x * suh (canon.h, steps 1 and 2), four neighbours a
- * lane, one warp. plane: 32 pairs (i, j); pair 4 t + q holds the planes of the inputs 2q,
- * 2q + 1, 2q + 8, 2q + 9 of tile row t, as the tensor cores want them. */
-__device__ static inline void hx_cuda_quantize(float v[4], uint2 *plane,
-                                               hx_cuda_scale *scale)
+ * lane, one warp. Lane 4 t + q gets the planes i and j of the inputs 2q, 2q + 1, 2q + 8,
+ * 2q + 9 of tile row t, as the tensor cores want them. */
+__device__ static inline uint2 hx_cuda_planes(float v[4], hx_cuda_scale *scale)
 {
     const int lane = threadIdx.x & 31, l = lane & 3;
     const float top = (float)HX_CANON_AMAX;
@@ -307,9 +307,19 @@ __device__ static inline void hx_cuda_quantize(float v[4], uint2 *plane,
     const uint32_t i0 = __shfl_sync(~0u, wi, from), i1 = __shfl_sync(~0u, wi, from + 2);
     const uint32_t j0 = __shfl_sync(~0u, wj, from), j1 = __shfl_sync(~0u, wj, from + 2);
 
-    plane[lane] = make_uint2(__byte_perm(i0, i1, pick), __byte_perm(j0, j1, pick));
-    if (lane == 0)
-        *scale = hx_cuda_scale { __fdiv_rn(m, top), total };
+    *scale = hx_cuda_scale { __fdiv_rn(m, top), total };
+    return make_uint2(__byte_perm(i0, i1, pick), __byte_perm(j0, j1, pick));
+}
+
+/* The same into memory. */
+__device__ static inline void hx_cuda_quantize(float v[4], uint2 *plane,
+                                               hx_cuda_scale *scale)
+{
+    hx_cuda_scale mine;
+
+    plane[threadIdx.x & 31] = hx_cuda_planes(v, &mine);
+    if ((threadIdx.x & 31) == 0)
+        *scale = mine;
 }
 
 #endif

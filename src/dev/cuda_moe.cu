@@ -181,7 +181,7 @@ static layout layout_of(const hx_cuda_moe *m, int n_sm)
     l.in.codebook = m->codebook;
     l.in.quads = m->quads;
     l.in.bps = m->bps_in;
-    l.in.fresh = true;
+    l.in.listed = l.in.fresh = true;
     l.out = l.in;
     l.out.n_pad = m->d_pad;
     l.out.k_pad = m->f_pad;

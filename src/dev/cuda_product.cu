@@ -961,6 +961,7 @@ size_t hx_cuda_product_scratch_bytes(const hx_dev_limits *l, int n_sm)
     s.n_pad = (n + 127) / 128 * 128;
     s.k_pad = (k + 127) / 128 * 128;
     s.n_job = 1;
+    s.codebook = HX_CB_MUL1; /* which takes most */
     s.slots = s.rows = 1;
     one = hx_cuda_area_bytes(&s, n_sm);
     s.slots = s.rows = HX_CUDA_JOB_ROWS;

@@ -1,0 +1,348 @@
+/* cuda_few.cu - products with up to 64 rows on Hopper (cuda_gemm.h). Called by
+ * cuda_gemm.cu. Never allocates, synchronises or reads back.
+ *
+ * With few rows the decoding is all the work, and 128 outputs a multiprocessor leave most of
+ * them idle. So a thread block has 64 outputs, whose weights sixteen warps decode into shared
+ * memory, two a stage in turn; the rows, which the two thread blocks of a cluster copy for one
+ * another, are the A operand. Sums and their order are the others'. The cluster has a group
+ * and rotates its sums; or, where there are few groups and up to 32 rows, half of one: then a
+ * thread block has 32 outputs and a warp a stage, the sums go to y as they are, and the last
+ * of four rotates them there. */
+#include "dev/cuda_gemm.h"
+
+enum {
+    FEW_ROWS = 64,
+    FEW_SHARE = 2,   /* thread blocks of a cluster */
+    FEW_DECODE = 16, /* warps that decode */
+    FEW_AHEAD = 2,   /* turns whose tiles such a warp has on their way */
+    FEW_OUT = FEW_ROWS / FEW_SHARE * GROUP * 4,
+    FEW_THREADS = 32 * (4 + FEW_DECODE + 1),
+};
+
+/* Of a thread block with OUT outputs. */
+template <int OUT> constexpr int few_stages = 32 * FEW_DECODE / OUT;
+
+static __host__ __device__ inline int few_x_bytes(int rows)
+{
+    return (rows + 7) / 8 * 1024;
+}
+
+template <int OUT> static int few_bytes(int rows, int k2)
+{
+    return few_stages<OUT> * (few_x_bytes(rows) + OUT * 128 + 3 * 8) +
+           FEW_DECODE * FEW_AHEAD * 128 * k2 + (OUT == 64 ? FEW_OUT : 0) + ENDING_BYTES +
+           8;
+}
+
+/* Shared memory of a thread block. */
+struct few {
+    uint8_t *x, *weights, *tiles; /* [stages] */
+    float *out, *factor, *bias;   /* [32 rows][128], [128], [128] */
+    uint32_t full, made, empty;   /* [stages] barriers */
+    int *last;
+    int x_bytes, rank;
+};
+
+#if HX_WGMMA
+
+/* Four 8 x 8 matrices of halves, as mma has them; lane l gives the place of row l % 8 of
+ * matrix l / 8. */
+HX_DEVICE void few_put(uint32_t at, const uint32_t r[4])
+{
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
+        "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+        : "memory");
+}
+
+/* The rows' copies: a part of each stage, for all. One thread. */
+template <int OUT> HX_DEVICE void few_produce(const hx_gemm &p, const few &s)
+{
+    constexpr int stages = few_stages<OUT>;
+    const int mine = s.x_bytes / FEW_SHARE;
+    const uint8_t *from = p.image + s.rank * mine;
+
+    for (int step = 0; step < p.steps; step++, from += MOST_ROWS * 128) {
+        const int at = step % stages;
+
+        hx_bar_wait(s.empty + 8 * at, (step / stages & 1) ^ 1);
+        hx_bar_expect(s.full + 8 * at, s.x_bytes);
+        hx_bulk_copy_all(hx_shared_of(s.x + at * s.x_bytes + s.rank * mine), from, mine,
+                         s.full + 8 * at, FEW_SHARE);
+    }
+}
+
+/* One of the sixteen warps: 32 outputs of the stages at, at + stages … Four tiles are
+ * decoded before the first is stored, so that one's waits fall into the others. */
+template <class F, int OUT>
+HX_DEVICE void few_decode(const hx_gemm &p, const few &s, int mine)
+{
+    constexpr int stages = few_stages<OUT>, fetches = (8 * F::most + 31) / 32;
+    const int at = mine % stages, part = mine / stages;
+    const int lane = threadIdx.x & 31, r = lane & 7;
+    const int k2 = F::rate(p.k2), row_bytes = 32 * k2, turn_bytes = 4 * row_bytes;
+    const int64_t pitch = (int64_t)p.groups * 128 * k2;
+    const int turns = (p.steps - at + stages - 1) / stages;
+    const uint8_t *from =
+        p.w + 4 * at * pitch +
+        ((int64_t)blockIdx.x * (OUT / 32) + part) * row_bytes; /* two columns of tiles */
+    uint8_t *tiles = s.tiles + mine * FEW_AHEAD * turn_bytes;
+    uint32_t to[4]; /* of the inputs 16 i … of a stage */
+    const auto fetch = [&](int turn) {
+#pragma unroll
+        for (int f = 0; f < fetches; f++) {
+            const int i = lane + 32 * f;
+
+            if (i < 8 * k2 && turn < turns)
+                hx_copy16(tiles + turn % FEW_AHEAD * turn_bytes + 16 * i,
+                          from + ((int64_t)turn * 4 * stages + i / (2 * k2)) * pitch +
+                              i % (2 * k2) * 16,
+                          true);
+        }
+        hx_copy_commit();
+    };
+
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        to[i] = hx_shared_of(image_at<OUT>(s.weights + at * (OUT * 128), 1,
+                                           32 * part + (lane & 8) + r,
+                                           16 * i + (lane >> 4) * 8));
+    for (int turn = 0; turn < FEW_AHEAD; turn++)
+        fetch(turn);
+    for (int turn = 0; turn < turns; turn++) {
+        const uint8_t *tile = tiles + turn % FEW_AHEAD * turn_bytes;
+
+        hx_copy_wait_older<FEW_AHEAD - 1>();
+        __syncwarp();
+        hx_bar_wait(s.empty + 8 * at, (turn & 1) ^ 1);
+#pragma unroll
+        for (int half = 0; half < 8; half += 4) {
+            uint32_t a[4][4];
+
+#pragma unroll
+            for (int t = 0; t < 4; t++)
+                F::decode(tile + (half + t) * (row_bytes / 2), k2, p.cb, lane, a[t]);
+#pragma unroll
+            for (int t = half; t < half + 4; t++)
+                few_put(to[t >> 1] + 2048 * (t & 1), a[t - half]);
+        }
+        hx_bar_wait(s.full + 8 * at, turn & 1); /* so that made means both */
+        hx_wgmma_wrote();
+        __syncwarp();
+        if (lane == 0)
+            hx_bar_arrive(s.made + 8 * at);
+        fetch(turn + FEW_AHEAD);
+    }
+}
+
+/* Four warps: 64 rows times OUT outputs. */
+template <int OUT>
+HX_DEVICE void few_multiply(const hx_gemm &p, const few &s, float d[OUT / 2])
+{
+    constexpr int stages = few_stages<OUT>;
+    /* The shuffles tell the compiler that all lanes have the same. */
+    const uint64_t x0 = hx_wgmma_matrix(__shfl_sync(~0u, hx_shared_of(s.x), 0));
+    const uint64_t w0 = hx_wgmma_matrix(__shfl_sync(~0u, hx_shared_of(s.weights), 0));
+    const int lane = threadIdx.x & 31;
+
+    for (int first = 0; first < p.steps; first += 4) {
+        const uint32_t at = first % stages, x_step = s.x_bytes / 16;
+        const uint64_t x = x0 + at * x_step, w = w0 + at * (OUT * 128 / 16);
+        const uint32_t made = s.made + 8 * at;
+
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            if (first + k >= p.steps)
+                break;
+            hx_bar_wait(made + 8 * k, first / stages & 1);
+            hx_wgmma_begin();
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                hx_wgmma_shared<OUT>(d, x + k * x_step + 2 * i,
+                                     w + k * (OUT * 128 / 16) + 2 * i, first + k + i > 0);
+            hx_wgmma_commit();
+            hx_wgmma_wait_older();
+            if (first + k > 0 && lane < FEW_SHARE)
+                hx_bar_arrive_at(s.empty + 8 * ((at + k + stages - 1) % stages), lane);
+        }
+    }
+    hx_wgmma_wait();
+#pragma unroll
+    for (int i = 0; i < OUT / 2; i++)
+        HX_PIN(d[i], "f");
+}
+
+/* Sums of 64 outputs: those of rows 0 to 31 go to the thread block of rank 0, the others to
+ * rank 1. Of 32: to y, from y on. */
+template <int OUT>
+HX_DEVICE void few_put_sums(const hx_gemm &p, const few &s, const float d[OUT / 2],
+                            float *y)
+{
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2,
+              q = lane & 3;
+
+#pragma unroll
+    for (int i = 0; i < OUT / 4; i++) {
+        const int row = 16 * warp + g + 8 * (i & 1), col = 8 * (i >> 1) + 2 * q;
+
+        if constexpr (OUT == 64)
+            hx_put_at(hx_shared_of(s.out + row % 32 * GROUP + OUT * s.rank + col),
+                      warp >> 1, d[2 * i], d[2 * i + 1]);
+        else if (row < p.rows)
+            *(float2 *)(y + row * p.ldy + col) = make_float2(d[2 * i], d[2 * i + 1]);
+    }
+}
+
+/* Whether this is the last of a group's thread blocks, once all wrote their sums to y. The
+ * four warps. */
+HX_DEVICE bool few_is_last(const hx_gemm &p, const few &s, int group)
+{
+    __threadfence();
+    hx_bar_sync(1, 128);
+    if (threadIdx.x == 0) {
+        *s.last = atomicAdd(&p.ticket[group], 1) == GROUP / 32 - 1;
+        if (*s.last)
+            p.ticket[group] = 0;
+    }
+    hx_bar_sync(1, 128);
+    __threadfence();
+    return *s.last != 0;
+}
+
+/* A quarter of a row's sums, in shared memory or, of 32 outputs, in y, leaves rotated. */
+template <int OUT>
+HX_DEVICE void few_leave(const hx_gemm &p, const few &s, const float *sums, int row,
+                         int64_t first)
+{
+    const int q = threadIdx.x & 3;
+    const float sign = (q & 2) != 0 ? -1.0f : 1.0f;
+    float v[8][4];
+
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const float4 *from = (const float4 *)(sums + 16 * i + 4 * q);
+
+        *(float4 *)v[i] = OUT == 64 ? *from : __ldcg(from);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            v[i][k] = fmaf(v[i][k], sign, __shfl_xor_sync(~0u, v[i][k], 2));
+    rotate_sums(v);
+    if (row < p.rows)
+        leave(p, v, s.factor + 4 * q, s.bias + 4 * q, p.scale[row], row, first + 4 * q);
+}
+
+#endif
+
+/* OUT outputs, all rows. Grid: two or four for a group; two are a cluster. Shared: few_bytes.
+ * Reads its weights once, of the image a half. */
+template <class F, int OUT>
+__global__ void __launch_bounds__(FEW_THREADS) gemm_few(const __grid_constant__ hx_gemm p)
+{
+#if HX_WGMMA
+    extern __shared__ __align__(1024) uint8_t shared[];
+    constexpr int stages = few_stages<OUT>;
+    const int warp = threadIdx.x >> 5, group = blockIdx.x / (GROUP / OUT);
+    const int64_t first = (int64_t)group * GROUP;
+    few s;
+
+    s.rank = blockIdx.x % FEW_SHARE;
+    s.x_bytes = few_x_bytes(p.rows);
+    s.x = shared;
+    s.weights = s.x + stages * s.x_bytes;
+    s.out = (float *)(s.weights + stages * (OUT * 128));
+    s.factor = s.out + (OUT == 64 ? FEW_OUT / 4 : 0);
+    s.bias = s.factor + GROUP;
+    s.tiles = (uint8_t *)(s.bias + GROUP);
+    s.full = hx_shared_of(s.tiles) + FEW_DECODE * FEW_AHEAD * 128 * p.k2;
+    s.made = s.full + 8 * stages;
+    s.empty = s.made + 8 * stages;
+    s.last = (int *)(s.tiles + FEW_DECODE * FEW_AHEAD * 128 * p.k2 + 3 * 8 * stages);
+    if (threadIdx.x < stages) {
+        hx_bar_init(s.full + 8 * threadIdx.x, 1);
+        hx_bar_init(s.made + 8 * threadIdx.x, OUT / 32);
+        hx_bar_init(s.empty + 8 * threadIdx.x, 4 * FEW_SHARE);
+        hx_bar_init_done();
+    }
+    hx_cluster_meet();
+    if (warp >= 4 + FEW_DECODE) {
+        hx_cuda_in_turn();
+        if ((threadIdx.x & 31) == 0)
+            few_produce<OUT>(p, s);
+    } else if (warp >= 4) {
+        few_decode<F, OUT>(p, s, warp - 4);
+    } else {
+        const int64_t col = first + threadIdx.x;
+        const bool in = col < p.n;
+        float d[OUT / 2];
+
+        s.factor[threadIdx.x] = in ? hx_half_to(p.svh[col]) * HX_CANON_ROOT : 0.0f;
+        s.bias[threadIdx.x] = in && p.bias != NULL ? hx_half_to(p.bias[col]) : 0.0f;
+        few_multiply<OUT>(p, s, d);
+        hx_cuda_after_previous();
+        few_put_sums<OUT>(p, s, d, p.y + (int64_t)blockIdx.x * OUT);
+    }
+    __syncwarp();
+    hx_cluster_meet();
+    const int row = (int)(threadIdx.x >> 2);
+    if (warp >= 4)
+        return;
+    if constexpr (OUT == 64) {
+        few_leave<OUT>(p, s, s.out + row * GROUP, 32 * s.rank + row, first);
+    } else if (few_is_last(p, s, group)) {
+        for (int r = row; r - row < p.rows; r += 32)
+            few_leave<OUT>(p, s, p.y + min(r, p.rows - 1) * p.ldy + first, r, first);
+    }
+#endif
+}
+
+template <class F, int OUT>
+static cudaError_t launch(const hx_gemm &p, const hx_cuda_work *w, cudaStream_t stream)
+{
+    const int bytes = few_bytes<OUT>(p.rows, p.k2);
+    cudaLaunchAttribute attr[2] = {};
+    cudaLaunchConfig_t cfg = {};
+    const cudaError_t rc = cudaFuncSetAttribute(
+        gemm_few<F, OUT>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+
+    attr[0].id = cudaLaunchAttributeClusterDimension;
+    attr[0].val.clusterDim = { FEW_SHARE, 1, 1 };
+    attr[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attr[1].val.programmaticStreamSerializationAllowed = 1;
+    cfg.gridDim = dim3((unsigned)(p.groups * (GROUP / OUT)));
+    cfg.blockDim = dim3(FEW_THREADS);
+    cfg.dynamicSmemBytes = (size_t)bytes;
+    cfg.stream = stream;
+    cfg.attrs = attr;
+    cfg.numAttrs = w->overlap ? 2 : 1;
+    return rc != cudaSuccess ? rc : cudaLaunchKernelEx(&cfg, gemm_few<F, OUT>, p);
+}
+
+/* Up to three waves: with more groups the kernel for 64 rows is as fast. */
+bool hx_cuda_few_takes(const hx_gemm *p, const hx_cuda_work *w)
+{
+    hx_gemm_limits l = {};
+
+    return hx_cuda_gemm_limits(&l) == cudaSuccess && l.share > 1 && p->block == NULL &&
+           p->rows <= FEW_ROWS && p->block_rows == 0 &&
+           p->groups * FEW_SHARE <= 3 * w->n_sm;
+}
+
+cudaError_t hx_cuda_few(hx_gemm *p, const hx_cuda_work *w, hx_codebook codebook,
+                        cudaStream_t stream)
+{
+    hx_gemm_limits l = {};
+    cudaError_t rc = hx_cuda_gemm_limits(&l);
+    const bool half = p->rows <= 32 && p->groups * (GROUP / 32) <= w->n_sm && p->wide &&
+                      p->n == (int64_t)p->groups * GROUP && p->groups <= w->n_ticket &&
+                      few_bytes<32>(p->rows, p->k2) <= l.block;
+
+    p->cb = hx_cuda_codebook_of(codebook);
+    p->ticket = w->ticket;
+    return rc != cudaSuccess ? rc : with_exl3(p->k2, codebook, [&](auto f) {
+        return half ? launch<decltype(f), 32>(*p, w, stream)
+                    : launch<decltype(f), 64>(*p, w, stream);
+    });
+}
