@@ -393,7 +393,7 @@ typedef struct {
     uint64_t fetch_bytes, vain_bytes;   /* of fetches when their layer picked; no use */
     int64_t jobs, awaited, post_us; /* posted to the CPU; answers the GPU waited for, and
                                      * how long after posting less the CPU's own time */
-    int64_t busy_us; /* of layers with posts, from picks to answers */
+    int64_t busy_us;                /* of layers with posts, from picks to answers */
     /* Ceilings, measured at open: host memory while GPU and CPUs read it, the GPU's when it
      * copies (both ways count); 0: not measured. */
     double host_gbs, copy_gbs;

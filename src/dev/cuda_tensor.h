@@ -116,21 +116,6 @@ HX_DEVICE void hx_bulk_copy(uint32_t to, const void *from, int n, uint32_t bar)
                  : "memory");
 }
 
-/* The way back, as one group of this thread. */
-HX_DEVICE void hx_bulk_put(void *to, uint32_t from, int n)
-{
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
-                 "cp.async.bulk.commit_group;" ::"l"(__cvta_generic_to_global(to)),
-                 "r"(from), "r"(n)
-                 : "memory");
-}
-
-/* Until all but N of these groups are written. */
-template <int N> HX_DEVICE void hx_bulk_put_wait(void)
-{
-    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
-}
-
 /* The same to that place of every thread block of a cluster of n, and its barrier. */
 HX_DEVICE void hx_bulk_copy_all(uint32_t to, const void *from, int bytes, uint32_t bar,
                                 int n)

@@ -403,7 +403,7 @@ typedef struct hx_lane
  * the plan before it, so fetches of neighbouring layers take turns with two. */
 enum {
     HX_AHEAD_SLOTS = 4,
-    HX_AHEAD_PIECE = 16384, /* bytes between two looks at stop */
+    HX_AHEAD_PIECE = 32768, /* bytes between two looks at stop */
     HX_AHEAD_STOP = 1u << 30
 };
 

@@ -162,6 +162,8 @@ static void try_way(const way *w, const answer want[2 * N_STREAM])
     assert_true(w->only != HX_SIDE_LINK || x.lane == 0);
     assert_true(w->only != HX_SIDE_LANE || x.link == 0);
     assert_true((x.n_slot > 0) == (x.here > 0));
+    assert_true((x.host_gbs > 0) == (!given && device != NULL && x.n_slot > 1));
+    assert_true((x.copy_gbs > 0) == (x.host_gbs > 0));
 }
 
 /* All ways against a model whose experts are all where they are computed with. */
