@@ -251,6 +251,61 @@ static void check(hx_fmt fmt, int64_t n, int64_t k, int k2, hx_codebook cb,
     m.drop();
 }
 
+/* So many rows that a thread block has several pieces: the bits of weights decoded while
+ * multiplying, some rows against the reference; what lies beside the outputs stays. */
+static void check_long(hx_fmt fmt, int64_t n, int64_t k, int rows, bool with_bias)
+{
+    matrix m(fmt, n, k, fmt == HX_FMT_EXL3 ? 6 : 32, HX_CB_MUL1, 7 * n + k, with_bias);
+    const int64_t ldy = n + 4;
+    std::vector<float> x((size_t)(rows * k)), want((size_t)(rows * ldy)), got(want);
+    hx_cuda_many a = {};
+    char name[128];
+    double worst = 0;
+    bool ok = true;
+
+    for (size_t i = 0; i < x.size(); i++)
+        x[i] = (float)(hx_rng_normal(7, i) * (1 + (double)(i / (size_t)k % 5)));
+    a.w = &m.dev;
+    a.x = upload(x);
+    a.y = upload(got);
+    a.ldx = k;
+    a.ldy = ldy;
+    a.rows = rows;
+    hx_cuda_work w = work_of(hx_cuda_many_bytes(&m.dev, rows));
+    snprintf(name, sizeof(name), "%s %ldx%ld%s, %d rows", hx_fmt_name(fmt), (long)k,
+             (long)n, with_bias ? " bias" : "", rows);
+    for (int once : { -1, 1, 0 }) {
+        a.once = once;
+        a.block_rows = once < 0 ? 128 : 0;
+        CHECK(cudaMemset(a.y, 0xff, got.size() * 4));
+        CHECK(hx_cuda_rows_many(&a, &w, 0));
+        CHECK(cudaDeviceSynchronize());
+        CHECK(cudaMemcpy(got.data(), a.y, got.size() * 4, cudaMemcpyDeviceToHost));
+        if (once < 0)
+            want = got;
+        for (int r = 0; r < rows && ok; r++)
+            if (memcmp(&want[(size_t)(r * ldy)], &got[(size_t)(r * ldy)],
+                       (size_t)ldy * 4) != 0) {
+                printf("not ok %s: row %d differs, once %d\n", name, r, once);
+                ok = false;
+            }
+    }
+    for (int r = 0; r<rows; r += rows> 1024 ? 509 : 1) {
+        std::vector<double> in(&x[(size_t)(r * k)], &x[(size_t)((r + 1) * k)]);
+        const double e = distance(&got[(size_t)(r * ldy)], m.times(in.data()));
+
+        worst = std::isfinite(e) ? std::max(worst, e) : 9;
+    }
+    for (int r = 0; r < rows; r++)
+        for (int64_t o = n; o < ldy; o++)
+            ok = ok && std::isnan(got[(size_t)(r * ldy + o)]);
+    verdict(ok && worst < MOST, name, worst);
+    cudaFree((void *)a.x);
+    cudaFree(a.y);
+    cudaFree(w.p);
+    m.drop();
+}
+
 static void checks(void)
 {
     for (int k2 : { 6, 8, 12, 2, 3, 4, 5, 7, 10, 14, 16 })
@@ -268,6 +323,9 @@ static void checks(void)
         check(f, 640, 1024, 32, HX_CB_MUL1, false);
         check(f, 640, 1024, 32, HX_CB_MUL1, false, 1100000);
     }
+    check_long(HX_FMT_EXL3, 2048, 1536, 5003, false);
+    check_long(HX_FMT_EXL3, 2304 - 21, 256, 8192, true); /* nothing aligned */
+    check_long(HX_FMT_BF16, 300, 640, 4097, false);
 }
 
 /* ---- experts ---------------------------------------------------------------------- */

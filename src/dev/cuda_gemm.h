@@ -1,8 +1,10 @@
 /* cuda_gemm.h - products with many rows on the GPU, what their files share; nobody else
  * includes it.
  *
- * cuda_gemm.cu    the product, of one matrix
+ * cuda_rows.cu    one matrix
+ * cuda_gemm.cu    the product
  * cuda_few.cu     the same of up to 64 rows, on Hopper
+ * cuda_dense.cu   the same of weights that are an image, on Hopper
  * cuda_image.cu   rows, and weights, become halves
  * cuda_experts.cu routed experts
  * cuda_heads.cu   a matrix for each head
@@ -148,6 +150,9 @@ cudaError_t hx_cuda_gemm(hx_gemm *p, const hx_cuda_work *w, hx_codebook codebook
 bool hx_cuda_few_takes(const hx_gemm *p, const hx_cuda_work *w);
 cudaError_t hx_cuda_few(hx_gemm *p, const hx_cuda_work *w, hx_codebook codebook,
                         cudaStream_t stream);
+
+/* The same of one matrix whose weights are an image, on Hopper. */
+cudaError_t hx_cuda_dense(const hx_gemm *p, const hx_cuda_work *w, cudaStream_t stream);
 
 /* ---- weights become registers ---------------------------------------------------- */
 
