@@ -1,7 +1,7 @@
 /* cuda_prefill.cu - what prefill needs beside products and experts, on a machine with a GPU:
  * the operations against the double reference (check), and their time at the full size of
  * GLM-5.3-Flash in a call of 8,192 rows that ends at position 32,768 (time). Prints "ok NAME"
- * or "not ok NAME". Arguments: any of small, profile, check, time; none: all. Built by
+ * or "not ok NAME". Arguments: any of small, profile, kda, check, time; none: all. Built by
  * tests/gpu.sh. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -253,8 +253,10 @@ static void check_kda(const char *name, std::vector<hx_span> span, int64_t heads
         printf("not ok kda_chunk %s: other bits when cut\n", name);
         ok = false;
     }
+    /* 2^-22 a product; up to 64 rows build on each other, and 16 chunks. Largest measured:
+     * 5.8e-6, of alike keys that nothing decays. */
     printf("%s kda_chunk %s: o %.2g, worst row %.2g, state %.2g\n",
-           ok && of_o < 1e-3 && of_s < 1e-3 ? "ok" : "not ok", name, of_o, worst, of_s);
+           ok && of_o < 2e-5 && of_s < 2e-5 ? "ok" : "not ok", name, of_o, worst, of_s);
     fflush(stdout);
     x.drop();
 }
@@ -683,17 +685,20 @@ int main(int argc, char **argv)
         check_kda("profile", { { 0, 0, 1536, 64, 0 } }, 64, 128, 0.5f, 0.2f);
         check_mla("profile", { { 0, 0, 528, 24001, 0 } }, 64, 512, 512, 2);
     }
-    if (wanted("check")) {
+    if (wanted("check") || wanted("kda"))
         check_kdas();
+    if (wanted("check")) {
         check_mlas();
         check_head_all();
     }
-    if (wanted("time")) {
+    if (wanted("time") || wanted("kda")) {
         time_kda(64, 1);
         time_kda(512, 1);
         time_kda(2048, 1);
         time_kda(8192, 1);
         time_kda(8192, 8);
+    }
+    if (wanted("time")) {
         time_streams();
         time_linear();
         time_latents();

@@ -9,8 +9,9 @@
  * 16 of them, the whole state of these stays in its registers as sums, and what is a sum
  * of one product is an operand of the next as it lies.
  *
- * Products are tf32 with f32 sums, decays f32; the state is f32. Decays are exponentials
- * of differences: exp(G_i - G_j) is never split into exp(G_i) exp(-G_j) but at a row between
+ * Factors of products are sums of two tf32, of which the tensor cores take three products: so
+ * all is f32 to some 1e-6 (in one product each, rows came out 4e-4 off, and the state 1e-3
+ * where keys are alike and nothing decays). Decays are exponentials of differences: exp(G_i - G_j) is never split into exp(G_i) exp(-G_j) but at a row between
  * i and j, where both factors are at most 1. */
 #include "dev/cuda_dev.h"
 
@@ -69,52 +70,80 @@ HX_DEVICE int chunk_begin(const hx_span &s, int i)
 
 /* ---- tensor cores ---------------------------------------------------------- */
 
-HX_DEVICE uint32_t to_tf32(float x)
-{
-    uint32_t r;
+/* A float as two tf32: 11 bits, and 11 more. */
+struct parts {
+    uint32_t most, rest;
 
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
-    return r;
-}
+    parts() = default;
+    __device__ __forceinline__ parts(float x)
+        : most(hx_bits_of(x) & 0xFFFFE000u), rest(hx_bits_of(x - hx_float_of(most)))
+    {
+    }
+    __device__ __forceinline__ uint32_t of(bool most_of_it) const
+    {
+        return most_of_it ? most : rest;
+    }
+};
 
 /* An operand A of m16n8k8 from sums of m16n8: rows g, g + 8, and k = 2 q, 2 q + 1. */
 struct left {
-    uint32_t a[4];
+    parts a[4];
 
-    __device__ __forceinline__ left(float g0, float g1, float h0, float h1)
-        : a { to_tf32(g0), to_tf32(h0), to_tf32(g1), to_tf32(h1) }
-    {
-    }
     __device__ __forceinline__ explicit left(const float (&d)[4])
-        : left(d[0], d[1], d[2], d[3])
+        : a { d[0], d[2], d[1], d[3] }
     {
     }
 };
 
-/* d [16, 8] += a [16, 8] b [8, 8]^T; b of lane 4 g + q: row g, k = 2 q, 2 q + 1. */
-HX_DEVICE void multiply(float (&d)[4], const left &a, float b0, float b1)
+/* An operand B: row g of n, k = 2 q, 2 q + 1. */
+struct right {
+    parts x, y;
+
+    right() = default;
+    __device__ __forceinline__ right(float x, float y) : x(x), y(y)
+    {
+    }
+};
+
+/* d[i] [16, 8] += a [16, 8] b[i] [8, 8]^T from i = first on, but for rest times rest. One
+ * product of all after the other, so that no sum waits for itself. */
+template <int N>
+HX_DEVICE void multiply(float (*d)[4], const left &l, const right (&b)[N], int first = 0)
 {
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, "
-                 "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a.a[0]), "r"(a.a[1]), "r"(a.a[2]), "r"(a.a[3]), "r"(to_tf32(b0)),
-                   "r"(to_tf32(b1)));
+#pragma unroll
+    for (int part = 0; part < 3; part++) {
+        const bool a_most = part != 0, b_most = part != 1;
+
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            if (i >= first)
+                asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+                    "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                    : "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+                    : "r"(l.a[0].of(a_most)), "r"(l.a[1].of(a_most)),
+                      "r"(l.a[2].of(a_most)), "r"(l.a[3].of(a_most)),
+                      "r"(b[i].x.of(b_most)), "r"(b[i].y.of(b_most)));
+    }
 }
 
-/* The same with an operand that is tf32 already. */
-HX_DEVICE void multiply_made(float (&d)[4], const left &a, float b0, float b1)
+/* d[i] += (a0, a1) b[i], k = 16; b as a record has it, from this lane's part on. */
+HX_DEVICE void multiply8(float (*d)[4], const float (*a)[4], const float4 *b,
+                         int first = 0)
 {
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, "
-                 "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a.a[0]), "r"(a.a[1]), "r"(a.a[2]), "r"(a.a[3]),
-                   "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
-}
+    float4 v[8];
 
-HX_DEVICE float4 made(float x, float y, float z, float w)
-{
-    return make_float4(__uint_as_float(to_tf32(x)), __uint_as_float(to_tf32(y)),
-                       __uint_as_float(to_tf32(z)), __uint_as_float(to_tf32(w)));
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        v[i] = i >= first ? b[i * 32] : make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        right r[8];
+
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            r[i] = h == 0 ? right(v[i].x, v[i].y) : right(v[i].z, v[i].w);
+        multiply(d, left(a[h]), r, first);
+    }
 }
 
 /* ---- what a chunk needs beside the state ------------------------------------ */
@@ -301,7 +330,7 @@ HX_DEVICE void make_pair(const chunk_at &x, make_room<K> &room, int ri, int rj, 
     const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
     const int i0 = ri * SUB + g, i1 = i0 + 8, j = rj * SUB + c0 + g;
     const float s0 = room.q_scale[i0], s1 = room.q_scale[i1];
-    float of_k[4] = {}, of_q[4] = {};
+    float of_k[1][4] = {}, of_q[1][4] = {};
 
 #pragma unroll 4
     for (int d = 2 * q; d < K; d += 8) {
@@ -312,21 +341,21 @@ HX_DEVICE void make_pair(const chunk_at &x, make_room<K> &room, int ri, int rj, 
         const float2 from = load2(&room.start[rj][d]), to = load2(&room.start[ri][d]);
         const float e0 = __expf(g0.x), f0 = __expf(g0.y), e1 = __expf(g1.x),
                     f1 = __expf(g1.y);
-        const float b0 = kj.x * __expf(to.x - from.x - gj.x),
-                    b1 = kj.y * __expf(to.y - from.y - gj.y);
+        const right b[1] = { { kj.x * __expf(to.x - from.x - gj.x),
+                               kj.y * __expf(to.y - from.y - gj.y) } };
 
-        multiply(of_k, left(k0.x * e0, k0.y * f0, k1.x * e1, k1.y * f1), b0, b1);
-        multiply(of_q, left(q0.x * e0, q0.y * f0, q1.x * e1, q1.y * f1), b0, b1);
+        multiply(of_k, left({ k0.x * e0, k0.y * f0, k1.x * e1, k1.y * f1 }), b);
+        multiply(of_q, left({ q0.x * e0, q0.y * f0, q1.x * e1, q1.y * f1 }), b);
     }
     const int at = rj * SUB + c0 + 2 * q;
     *(float2 *)&room.a[i0][at] =
-        make_float2(of_k[0] * room.beta[i0], of_k[1] * room.beta[i0]);
+        make_float2(of_k[0][0] * room.beta[i0], of_k[0][1] * room.beta[i0]);
     *(float2 *)&room.a[i1][at] =
-        make_float2(of_k[2] * room.beta[i1], of_k[3] * room.beta[i1]);
-    room.a[at][i0] = of_q[0] * s0;
-    room.a[at + 1][i0] = of_q[1] * s0;
-    room.a[at][i1] = of_q[2] * s1;
-    room.a[at + 1][i1] = of_q[3] * s1;
+        make_float2(of_k[0][2] * room.beta[i1], of_k[0][3] * room.beta[i1]);
+    room.a[at][i0] = of_q[0][0] * s0;
+    room.a[at + 1][i0] = of_q[0][1] * s0;
+    room.a[at][i1] = of_q[0][2] * s1;
+    room.a[at + 1][i1] = of_q[0][3] * s1;
 }
 
 /* (I + A)^-1 of a sub-block; a lane has a column. */
@@ -373,10 +402,10 @@ HX_DEVICE void make_scaled(const chunk_at &x, const make_room<K> &room,
         const float2 q0 = x.two(x.a.q, i, d), q1 = x.two(x.a.q, i, d + 8);
 
         to->wq[t >> 3][1][t & 7][lane] =
-            made(q0.x * scale * __expf(s[d] + room.g[i][d]),
-                 q0.y * scale * __expf(s[d + 1] + room.g[i][d + 1]),
-                 q1.x * scale * __expf(s[d + 8] + room.g[i][d + 8]),
-                 q1.y * scale * __expf(s[d + 9] + room.g[i][d + 9]));
+            make_float4(q0.x * scale * __expf(s[d] + room.g[i][d]),
+                        q0.y * scale * __expf(s[d + 1] + room.g[i][d + 1]),
+                        q1.x * scale * __expf(s[d + 8] + room.g[i][d + 8]),
+                        q1.y * scale * __expf(s[d + 9] + room.g[i][d + 9]));
     }
 #pragma unroll 2
     for (int t = warp; t < K / 2; t += MAKE_WARPS) { /* tiles [rows / 16][k / 8] */
@@ -390,14 +419,15 @@ HX_DEVICE void make_scaled(const chunk_at &x, const make_room<K> &room,
 
             v[e] = room.k[i][d] * __expf(end - room.g[i][d]);
         }
-        to->k[r][t % (K / 8)][lane] = made(v[0], v[1], v[2], v[3]);
+        to->k[r][t % (K / 8)][lane] = make_float4(v[0], v[1], v[2], v[3]);
     }
     for (int d = threadIdx.x; d < K; d += MAKE_THREADS)
         to->decay[d] = __expf(room.start[SUBS][d]);
 }
 
-/* X^T [16, rows] of (I + A) X = x, in place; sums of m16n8, [sub-block][8 rows]. */
-template <int K> HX_DEVICE void solve(const make_room<K> &room, float (&x)[SUBS][2][4])
+/* X^T [16, rows] of (I + A) X = x, two at a time, in place; sums of m16n8, [sub-block]
+ * [8 rows]. */
+template <int K> HX_DEVICE void solve(const make_room<K> &room, float (&x)[2][SUBS][2][4])
 {
     const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
 
@@ -407,30 +437,26 @@ template <int K> HX_DEVICE void solve(const make_room<K> &room, float (&x)[SUBS]
         for (int c = 0; c < r; c++)
 #pragma unroll
             for (int s = 0; s < 2; s++) {
-                const left a(x[c][s]);
+                const float *a = &room.a[r * SUB + g][c * SUB + 8 * s + 2 * q];
+                const right b[2] = { { -a[0], -a[1] },
+                                     { -a[8 * A_LD], -a[8 * A_LD + 1] } };
 
-#pragma unroll
-                for (int t = 0; t < 2; t++) {
-                    const float2 b =
-                        load2(&room.a[r * SUB + 8 * t + g][c * SUB + 8 * s + 2 * q]);
-
-                    multiply(x[r][t], a, -b.x, -b.y);
-                }
+                multiply(x[0][r], left(x[0][c][s]), b);
+                multiply(x[1][r], left(x[1][c][s]), b);
             }
-        const left a0(x[r][0]), a1(x[r][1]);
-        const float2 b00 = load2(&room.t[r][g][2 * q]),
-                     b10 = load2(&room.t[r][8 + g][2 * q]),
-                     b11 = load2(&room.t[r][8 + g][8 + 2 * q]);
-        float y[2][4] = {};
+        const float *t = &room.t[r][g][2 * q];
+        const right b0[2] = { { t[0], t[1] }, { t[8 * T_LD], t[8 * T_LD + 1] } },
+                    b1[1] = { { t[8 * T_LD + 8], t[8 * T_LD + 9] } };
+        float y[2][2][4] = {};
 
-        multiply(y[0], a0, b00.x, b00.y);
-        multiply(y[1], a0, b10.x, b10.y);
-        multiply(y[1], a1, b11.x, b11.y);
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            x[r][0][e] = y[0][e];
-            x[r][1][e] = y[1][e];
+        for (int i = 0; i < 2; i++) {
+            multiply(y[i], left(x[i][r][0]), b0);
+            multiply(y[i] + 1, left(x[i][r][1]), b1);
         }
+#pragma unroll
+        for (int e = 0; e < 16; e++)
+            x[e >> 3][r][e >> 2 & 1][e & 3] = y[e >> 3][e >> 2 & 1][e & 3];
     }
 }
 
@@ -448,7 +474,7 @@ HX_DEVICE float4 turned(const float (&d)[4])
 
         v[e] = (g & 1) != 0 ? odd : even;
     }
-    return made(v[0], v[1], v[2], v[3]);
+    return make_float4(v[0], v[1], v[2], v[3]);
 }
 
 /* W and U, 16 channels of each a warp at a time. */
@@ -461,33 +487,22 @@ HX_DEVICE void make_solved(const chunk_at &x, const make_room<K> &room,
 
     if (warp >= K / 16)
         return;
-    float u[SUBS][2][4], w[SUBS][2][4];
+    float x_of[2][SUBS][2][4]; /* of W and U */
 #pragma unroll
     for (int e = 0; e < SUBS * 8; e++) {
         const int i = 8 * (e >> 2) + 2 * q + (e & 1),
                   d = 16 * warp + g + 8 * (e >> 1 & 1);
 
-        u[e >> 3][e >> 2 & 1][e & 3] = x.at(x.a.v, i, d);
-    }
-#pragma unroll
-    for (int e = 0; e < SUBS * 8; e++) {
-        const int i = 8 * (e >> 2) + 2 * q + (e & 1),
-                  d = 16 * warp + g + 8 * (e >> 1 & 1);
-
-        w[e >> 3][e >> 2 & 1][e & 3] =
+        x_of[0][e >> 3][e >> 2 & 1][e & 3] =
             -room.beta[i] * room.k[i][d] * __expf(room.start[e >> 3][d] + room.g[i][d]);
+        x_of[1][e >> 3][e >> 2 & 1][e & 3] = room.beta[i] * x.at(x.a.v, i, d);
     }
-    solve<K>(room, w);
+    solve<K>(room, x_of);
 #pragma unroll
-    for (int t = 0; t < 8; t++)
-        to->wq[warp][0][t][lane] = turned(w[t >> 1][t & 1]);
-#pragma unroll
-    for (int e = 0; e < SUBS * 8; e++)
-        u[e >> 3][e >> 2 & 1][e & 3] *= room.beta[8 * (e >> 2) + 2 * q + (e & 1)];
-    solve<K>(room, u);
-#pragma unroll
-    for (int t = 0; t < 8; t++)
-        to->u[warp][t][lane] = *(const float4 *)u[t >> 1][t & 1];
+    for (int t = 0; t < 8; t++) {
+        to->wq[warp][0][t][lane] = turned(x_of[0][t >> 1][t & 1]);
+        to->u[warp][t][lane] = *(const float4 *)x_of[1][t >> 1][t & 1];
+    }
 }
 
 /* M as an operand; tiles above the diagonal are never read. */
@@ -508,7 +523,7 @@ template <int K> HX_DEVICE void make_inner(const make_room<K> &room, chunk_recor
 
             v[e] = j <= i ? room.a[j][i] : 0.0f;
         }
-        to->m[t >> 3][t & 7][lane] = made(v[0], v[1], v[2], v[3]);
+        to->m[t >> 3][t & 7][lane] = make_float4(v[0], v[1], v[2], v[3]);
     }
 }
 
@@ -639,31 +654,15 @@ HX_DEVICE void walk_one(walk<K> &w, float (&s)[K / 8][4], int c, float *o, int n
         *(float4 *)v[t] = p[t * 32];
 #pragma unroll
     for (int kk = 0; kk < K / 16; kk++) {
-        const left a0(s[2 * kk]), a1(s[2 * kk + 1]);
-
         if (kk % 2 == 0)
             p = w.take();
-#pragma unroll
-        for (int t = 0; t < 16; t++) {
-            const float4 b = p[(kk % 2 * 16 + t) * 32];
-
-            multiply_made(t < 8 ? v[t & 7] : y[t & 7], a0, b.x, b.y);
-            multiply_made(t < 8 ? v[t & 7] : y[t & 7], a1, b.z, b.w);
-        }
+        multiply8(v, s + 2 * kk, p + kk % 2 * 16 * 32);
+        multiply8(y, s + 2 * kk, p + (kk % 2 * 16 + 8) * 32);
     }
     p = w.take();
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-        const left a0(v[2 * j]), a1(v[2 * j + 1]);
-
-#pragma unroll
-        for (int t = 2 * j; t < 8; t++) {
-            const float4 b = p[(j * 8 + t) * 32];
-
-            multiply_made(y[t], a0, b.x, b.y);
-            multiply_made(y[t], a1, b.z, b.w);
-        }
-    }
+    for (int j = 0; j < 4; j++)
+        multiply8(y, v + 2 * j, p + j * 8 * 32, 2 * j);
 #pragma unroll
     for (int t = 0; t < 8; t++)
 #pragma unroll
@@ -685,17 +684,11 @@ HX_DEVICE void walk_one(walk<K> &w, float (&s)[K / 8][4], int c, float *o, int n
     }
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        const left a0(v[2 * j]), a1(v[2 * j + 1]);
-
         if (j % (4 / chunk_record<K>::K_PIECES) == 0)
             p = w.take() - j * (K / 8) * 32;
 #pragma unroll
-        for (int t = 0; t < K / 8; t++) {
-            const float4 b = p[(j * (K / 8) + t) * 32];
-
-            multiply_made(s[t], a0, b.x, b.y);
-            multiply_made(s[t], a1, b.z, b.w);
-        }
+        for (int t = 0; t < K / 8; t += 8)
+            multiply8(s + t, v + 2 * j, p + (j * (K / 8) + t) * 32);
     }
 }
 

@@ -49,10 +49,13 @@ static int join_side(const hx_layer_call *c, hx_err *err)
     return c->phase == HX_PHASE_DECODE ? hx_dev_join(c->dev, err) : 0;
 }
 
-static void tap(const hx_layer_call *c, const char *what, hx_buf data)
+/* The first rows of data, ld values of 4 bytes each. */
+static void tap(const hx_layer_call *c, const char *what, hx_buf data, int64_t ld,
+                int64_t rows)
 {
+    data.n = (size_t)(rows * ld) * 4;
     if (c->tap != NULL)
-        c->tap(c->tap_ud, c->layer, what, data, c->rows.n_row);
+        c->tap(c->tap_ud, c->layer, what, data, rows);
 }
 
 /* ---- KDA ------------------------------------------------------------- */
@@ -315,8 +318,8 @@ static int attend_rows(const mla_attend *m, const hx_rows *rows, int64_t row0,
             return rc;
         att.pick = c->pick;
         att.n_pick = c->n_pick;
-        if (c->tap != NULL)
-            c->tap(c->tap_ud, c->layer, "pick", c->pick, rows->n_row);
+        tap(c, "index_score", c->score, m->ld_score, rows->n_row);
+        tap(c, "pick", c->pick, k, rows->n_row);
     }
     return hx_op_mla_attend(c->dev, &att, err);
 }
@@ -504,8 +507,9 @@ int hx_layers_moe(const hx_layer_call *c, const hx_layer *w, hx_err *err)
         (ahead && (rc = predict(c, w + 1, err)) != 0) || (rc = end_side(c, err)) != 0 ||
         (rc = hx_op_router(c->dev, &route, err)) != 0)
         return rc;
-    tap(c, "router_id", c->route_id);
-    tap(c, "router_w", c->route_w);
+    tap(c, "router_score", c->route_score, d->n_expert, rows);
+    tap(c, "router_id", c->route_id, d->n_active, rows);
+    tap(c, "router_w", c->route_w, d->n_active, rows);
     if (c->drawn.p != NULL)
         moe.id = drawn_at(c, c->layer);
     hx_count(HX_C_expert_rows_total, rows * d->n_active);

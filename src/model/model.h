@@ -257,8 +257,9 @@ typedef struct hx_graph hx_graph;
 
 /* Called after each layer with the streams f32 [R, S, D] (device memory), and for the
  * steps inside it, window by window in row order: "attn_out", "mlp_in", "mlp_out" f32
- * [rows, D], "router_id", "router_w" [rows, A], and for rows that select, "pick" i32 [rows,
- * index_topk] pools. */
+ * [rows, D], "router_score" [rows, E], "router_id", "router_w" [rows, A], and for rows that
+ * select, "index_score" f32 [rows, pools or more], "pick" i32 [rows, index_topk] pools. What
+ * it writes to data is what the model goes on with. */
 typedef void hx_tap_fn(void *ud, int64_t layer, const char *what, hx_buf data,
                        int64_t rows);
 
