@@ -59,6 +59,7 @@ check plan 0 'an expert of .* costs, measured now' "$hoist" plan $demo --ctx 102
 check plan_all 0 'no expert moves' "$hoist" plan $demo --ctx 1024
 check bench_lanes 0 'over the link' "$hoist" bench decode $demo -n 8 --streams 1 --vram 400KB
 check chat 0 'Paris' bash -c "printf 'What is the capital of France?\n/quit\n' | $hoist chat $demo --temp 0"
+check chat_effort 0 '/effort: "much", expected low, high or max' bash -c "printf '/effort much\n' | $hoist chat $demo"
 check chat_help 0 'Ctrl-C stops' bash -c "printf '/help\n' | $hoist chat $demo"
 
 echo '[4034, 4036, 4038, 436, 438, 25, 584, 4039, 1718, 0, 4040, 4053]' > "$tmp/ids.json"
