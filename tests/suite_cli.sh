@@ -94,5 +94,7 @@ done
 sed 's/"model_type": "glm5_next"/"model_type": "llama"/' $demo/config.json > "$tmp/m/config.json"
 check other_family 1 'llama' "$hoist" inspect "$tmp/m"
 cp $demo/config.json "$tmp/m/"
+: > "$tmp/m/chat_template.jinja"
+check empty_template 1 'prompt: empty' "$hoist" run "$tmp/m" -p x
 printf '{%% frobnicate %%}' > "$tmp/m/chat_template.jinja"
 check bad_template 1 'chat_template\.jinja:1' "$hoist" run "$tmp/m" -p x

@@ -132,7 +132,7 @@ static int answer(chat *t, const int32_t *ids, int64_t n, hx_err *err)
     hx_event ev = { 0 };
     int rc;
 
-    if ((rc = cli_reply_open(&reply, t->e, ids[n - 1], err)) != 0 ||
+    if ((rc = cli_reply_open(&reply, t->e, ids, n, err)) != 0 ||
         (rc = hx_submit(t->e, &r, &s, err)) != 0) {
         hx_reply_close(reply);
         return rc;
