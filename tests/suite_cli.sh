@@ -71,6 +71,12 @@ echo '{"a":1}' > "$tmp/bad.json"
 check logits_no_json 1 'README\.md: JSON: byte 0' "$hoist" logits $demo --ids README.md --out "$tmp/out.f32"
 check logits_no_list 1 'expected a list' "$hoist" logits $demo --ids "$tmp/bad.json" --out "$tmp/out.f32"
 
+# A parking folder that cannot be written to is told of at start, not an hour later. Root may write anywhere.
+as=
+[ "$(id -u)" = 0 ] && as='setpriv --reuid=65534 --regid=65534 --clear-groups'
+mkdir "$tmp/ro" && cp -r "$hoist" $demo "$tmp" && chmod 555 "$tmp/ro" && chmod -R a+rX "$tmp"
+check park_read_only 0 'ro: Permission denied; what is there is read' $as "$tmp/hoist" chat "$tmp/demo-exl3" --park-dir "$tmp/ro"
+
 # Broken checkpoints: one sentence that names the thing.
 cp -r $demo "$tmp/m" && rm -rf "$tmp/m/reference"
 head -c 100000 $demo/model.safetensors > "$tmp/m/model.safetensors"
