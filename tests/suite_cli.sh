@@ -49,6 +49,7 @@ check plan 0 'an expert of .* costs, measured now' "$hoist" plan $demo --ctx 102
 check plan_all 0 'no expert moves' "$hoist" plan $demo --ctx 1024
 check bench_lanes 0 'over the link' "$hoist" bench decode $demo -n 8 --streams 1 --vram 400KB
 check chat 0 'Paris' bash -c "printf 'What is the capital of France?\n/quit\n' | $hoist chat $demo --temp 0"
+check chat_effort 0 '/effort: "much", expected low, high or max' bash -c "printf '/effort much\n' | $hoist chat $demo"
 check chat_help 0 'Ctrl-C stops' bash -c "printf '/help\n' | $hoist chat $demo"
 
 echo '[4034, 4036, 4038, 436, 438, 25, 584, 4039, 1718, 0, 4040, 4053]' > "$tmp/ids.json"
@@ -59,6 +60,12 @@ check logits_bad_id 1 '99999' "$hoist" logits $demo --ids "$tmp/bad.json" --out 
 echo '{"a":1}' > "$tmp/bad.json"
 check logits_no_json 1 'README\.md: JSON: byte 0' "$hoist" logits $demo --ids README.md --out "$tmp/out.f32"
 check logits_no_list 1 'expected a list' "$hoist" logits $demo --ids "$tmp/bad.json" --out "$tmp/out.f32"
+
+# A parking folder that cannot be written to is told of at start, not an hour later. Root may write anywhere.
+as=
+[ "$(id -u)" = 0 ] && as='setpriv --reuid=65534 --regid=65534 --clear-groups'
+mkdir "$tmp/ro" && cp -r "$hoist" $demo "$tmp" && chmod 555 "$tmp/ro" && chmod -R a+rX "$tmp"
+check park_read_only 0 'ro: Permission denied; what is there is read' $as "$tmp/hoist" chat "$tmp/demo-exl3" --park-dir "$tmp/ro"
 
 # Broken checkpoints: one sentence that names the thing.
 cp -r $demo "$tmp/m" && rm -rf "$tmp/m/reference"
@@ -83,5 +90,7 @@ done
 sed 's/"model_type": "glm5_next"/"model_type": "llama"/' $demo/config.json > "$tmp/m/config.json"
 check other_family 1 'llama' "$hoist" inspect "$tmp/m"
 cp $demo/config.json "$tmp/m/"
+: > "$tmp/m/chat_template.jinja"
+check empty_template 1 'prompt: empty' "$hoist" run "$tmp/m" -p x
 printf '{%% frobnicate %%}' > "$tmp/m/chat_template.jinja"
 check bad_template 1 'chat_template\.jinja:1' "$hoist" run "$tmp/m" -p x

@@ -132,7 +132,7 @@ static int answer(chat *t, const int32_t *ids, int64_t n, hx_err *err)
     hx_event ev = { 0 };
     int rc;
 
-    if ((rc = cli_reply_open(&reply, t->e, ids[n - 1], err)) != 0 ||
+    if ((rc = cli_reply_open(&reply, t->e, ids, n, err)) != 0 ||
         (rc = hx_submit(t->e, &r, &s, err)) != 0) {
         hx_reply_close(reply);
         return rc;
@@ -197,9 +197,14 @@ static bool command(chat *t, const char *line)
                    dim(t, false));
         printf("reasoning is %s\n", t->show_reasoning ? "shown" : "folded");
     } else if (strncmp(line, "/effort ", 8) == 0) {
-        for (size_t i = 0; i < HX_LEN(efforts); i++)
-            if (strcmp(line + 8, efforts[i]) == 0)
-                t->effort = (int)i;
+        size_t i = 0;
+
+        while (i < HX_LEN(efforts) && strcmp(line + 8, efforts[i]) != 0)
+            i++;
+        if (i < HX_LEN(efforts))
+            t->effort = (int)i;
+        else
+            printf("/effort: \"%.40s\", expected low, high or max\n", line + 8);
         printf("reasoning effort is %s\n", efforts[t->effort]);
     } else {
         printf("/new starts over, /think shows or folds reasoning, /effort low|high|max, "

@@ -50,8 +50,9 @@ int cli_write(const char *path, const hx_sb *b, hx_err *err); /* the whole file 
 int cli_try_write(const char *path);
 void cli_bytes(char out[32], uint64_t n); /* "1.5 GiB" */
 
-/* Parses the answer to a prompt that ends in the id last; freed with hx_reply_close(). */
-int cli_reply_open(hx_reply **out, hx_engine *e, int32_t last, hx_err *err);
+/* Parses the answer to the prompt ids [n]; freed with hx_reply_close(). */
+int cli_reply_open(hx_reply **out, hx_engine *e, const int32_t *ids, int64_t n,
+                   hx_err *err);
 /* Hands an event's tokens to the parser and what comes of them to sink. */
 int cli_reply_feed(hx_reply *r, const hx_event *ev, hx_reply_sink *sink, void *ud,
                    hx_err *err);

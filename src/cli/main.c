@@ -503,14 +503,15 @@ static int32_t find_token(void *ud, hx_str text)
     return hx_token_id(ud, text);
 }
 
-int cli_reply_open(hx_reply **out, hx_engine *e, int32_t last, hx_err *err)
+int cli_reply_open(hx_reply **out, hx_engine *e, const int32_t *ids, int64_t n,
+                   hx_err *err)
 {
     hx_info info;
     hx_reply_opt opt = { .find = find_token, .ud = e };
 
     hx_get_info(e, &info);
     opt.format = hx_reply_find(info.reply_format);
-    opt.in_reasoning = last == hx_token_id(e, HX_STR("<think>"));
+    opt.in_reasoning = n > 0 && ids[n - 1] == hx_token_id(e, HX_STR("<think>"));
     return hx_reply_open(out, &opt, err);
 }
 
@@ -545,7 +546,7 @@ int cli_chat_ids(hx_engine *e, const char *text, bool closed, int32_t **ids, int
     rc = json.bad ? hx_fail(err, HX_ENOMEM, "prompt: no memory")
                   : hx_render(e, (hx_str) { json.p, json.n }, NULL, ids, n, NULL, err);
     hx_sb_free(&json);
-    if (rc != 0 || !closed || close < 0 ||
+    if (rc != 0 || !closed || close < 0 || *n == 0 ||
         (*ids)[*n - 1] != hx_token_id(e, HX_STR("<think>")))
         return rc;
     if ((more = hx_new(int32_t, *n + 1)) == NULL) {

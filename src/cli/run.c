@@ -301,7 +301,7 @@ static int generate(hx_engine *e, const hx_cli *c, const int32_t *ids, int64_t n
                            .seed =
                                c->has_seed ? (uint64_t)c->seed : (uint64_t)hx_now_us() };
 
-    if (!c->raw && cli_reply_open(&reply, e, ids[n - 1], &err) != 0)
+    if (!c->raw && cli_reply_open(&reply, e, ids, n, &err) != 0)
         return cli_fail(&err);
     if (hx_submit(e, &r, &s, &err) != 0) {
         hx_reply_close(reply);

@@ -832,6 +832,9 @@ static int scan(hx_park *p, hx_err *err)
                "park: %.200s: %lld corrupt files deleted, %lld of other models or builds "
                "skipped",
                p->dir, (long long)count.corrupt, (long long)count.foreign);
+    if (access(p->dir, W_OK | X_OK) != 0)
+        hx_log(HX_LOG_WARN, "park: %.200s: %s; what is there is read, nothing is added",
+               p->dir, strerror(errno));
     if (p->n_found > 0)
         qsort(p->found, (size_t)p->n_found, sizeof *p->found, by_from);
     return rc;

@@ -8,8 +8,9 @@
 #include <math.h>
 #include <stdio.h>
 
-#define N_MAX    16 /* answers of one prompt */
-#define STOP_MAX 16
+#define N_MAX      16 /* answers of one prompt */
+#define STOP_MAX   16
+#define STOP_BYTES 256
 
 const hx_json *hx_params_get(const hx_json *obj, const char *name)
 {
@@ -195,15 +196,17 @@ static int read_stop(hx_call *c, hx_request *r)
         return hx_server_problem(c, 503, "stop", "out_of_memory", "stop: no memory");
     for (size_t i = 0; i < n; i++) {
         const hx_json *text = one ? j : hx_json_at(j, i);
+        char param[32];
 
         stop[i] = hx_json_str(text);
-        if (stop[i].n == 0) {
-            char param[32];
-
-            snprintf(param, sizeof param, "stop[%zu]", i);
+        snprintf(param, sizeof param, "stop[%zu]", i);
+        if (stop[i].n == 0)
             return hx_params_refuse(c, param, text, HX_JSON_STRING,
                                     "a string that is not empty");
-        }
+        if (stop[i].n > STOP_BYTES)
+            return hx_server_problem(c, 400, param, "invalid_value",
+                                     "%s: %zu bytes, at most %d", param, stop[i].n,
+                                     STOP_BYTES);
     }
     r->stop = stop;
     r->n_stop = (int32_t)n;

@@ -184,6 +184,8 @@ static void test_key(void **state)
 
 #define USER "\"messages\":[{\"role\":\"user\",\"content\":\"x\"}]"
 
+#define TWENTY "01234567890123456789"
+
 static void test_refused(void **state)
 {
     static const struct {
@@ -275,6 +277,9 @@ static void test_refused(void **state)
         { "{" USER ",\"stop\":5}", "stop", "invalid_type" },
         { "{" USER ",\"stop\":[\"a\",\"\"]}", "stop[1]", "invalid_value" },
         { "{" USER ",\"stop\":[7]}", "stop[0]", "invalid_type" },
+        { "{" USER ",\"stop\":\"" TWENTY TWENTY TWENTY TWENTY TWENTY TWENTY TWENTY TWENTY
+              TWENTY TWENTY TWENTY TWENTY TWENTY "\"}",
+          "stop[0]", "invalid_value" },
         { "{" USER ",\"stop\":[\"1\",\"2\",\"3\",\"4\",\"5\",\"6\",\"7\",\"8\",\"9\","
           "\"10\",\"11\",\"12\","
           "\"13\",\"14\",\"15\",\"16\",\"17\"]}",
