@@ -112,7 +112,7 @@ def test_urls():
                         ('https://h/x/v1/', 'https://h/x/v1'), ('http://[::1]:5', 'http://[::1]:5/v1')):
         out, err = connect('litellm', url=given)
         assert f'api_base: {want}\n' in out and 'guesses' in err, (given, out, err)
-    for bad in ('h:1', 'ftp://h', 'http://', 'http://h "x"', ''):
+    for bad in ('h:1', 'ftp://h', 'http://', 'http://h "x"', 'http://[::1', ''):
         assert '--url' in connect('litellm', url=bad or 'x', rc=1)[1], bad
     assert 'characters' in connect('litellm', '--served-name', 'a"b', rc=1)[1]
     out = connect('litellm', '--served-name', 'mine', '--ctx', '1234', url='http://127.0.0.1:9')[0]

@@ -5,7 +5,7 @@ Troubles: drop (each connection ends after 3 MB), norange (ranges are ignored), 
 which must not see the token), busy (every third request: 429 with Retry-After: 1), long (more bytes than asked for), shift
 (the wrong range, twice), corrupt (the first transfer of every file has a wrong byte), rotten (all have), short (files are
 shorter than listed: 416), token (401 without it), pages (the list comes in pages), elsewhere (their next is on another host), slow (2 MB/s), gone (404), html (200
-with a page instead of JSON), evil (a name that leaves the folder), silent (no answer at all, twice)."""
+with a page instead of JSON), evil (a name that leaves the folder), twice (a file is listed again), endless (every page names itself as the next), silent (no answer at all, twice)."""
 import hashlib
 import http.server
 import json
@@ -34,6 +34,8 @@ def files():
             out.append(entry)
     if "evil" in trouble:
         out.append({"type": "file", "path": "sub/../../evil", "size": 1, "oid": "0" * 40})
+    if "twice" in trouble:
+        out.append(out[0])
     return sorted(out, key=lambda e: e["path"])
 
 
@@ -80,6 +82,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
                 return self.reply(200, b"<html>captive portal</html>")
             return self.reply(200, json.dumps({"sha": "c0ffee" * 6 + "abcd"}).encode())
         if m := re.match(r"/api/models/test/model/tree/c0ffee\w*\?recursive=true(&page=(\d+))?", self.path):
+            if "endless" in trouble:
+                return self.reply(200, b"[]", Link=f'<http://{self.headers["Host"]}{self.path}>; rel="next"')
             all_files = files()
             if "pages" not in trouble:
                 return self.reply(200, json.dumps(all_files + [{"type": "directory", "path": "sub"}]).encode())

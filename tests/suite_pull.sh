@@ -120,8 +120,12 @@ fails gone "$tmp/small" gone '404'
 fails no_token "$tmp/small" token 'HF_TOKEN'
 fails html "$tmp/small" html 'is no JSON'
 fails evil "$tmp/small" evil 'not safe to write'
+fails twice "$tmp/small" twice 'the hub lists .* twice'
+fails endless "$tmp/small" endless 'over 1000 pages'
 fails revision "$tmp/small" none 'no such model, revision' test/model@nowhere
 fails name "$tmp/small" none 'expected OWNER/NAME' 'https://x/y/z'
+"$hoist" pull test/model "$tmp/out" --files "$(printf '%02048d' 0)" 2>&1 | grep -q -e '--files: over 2047' &&
+    echo "ok pull_long_files" || echo "not ok pull_long_files"
 [ ! -e "$tmp/evil" ] && echo "ok pull_evil_outside" || echo "not ok pull_evil_outside"
 
 # A disk without room: refused before the first byte.

@@ -241,7 +241,7 @@ static int parse_url(server *s, const char *url, hx_err *err)
     snprintf(s->url, sizeof s->url, "%.*s", (int)n, url);
     p = s->url + (p + 3 - url);
     host = *p == '[' ? strcspn(p, "]") + 1 : strcspn(p, ":/");
-    if (host < 1 || host >= sizeof s->host)
+    if (host < 1 || host >= sizeof s->host || (*p == '[' && p[host - 1] != ']'))
         return hx_fail(err, HX_EARG, "--url: \"%.80s\" has no host", url);
     snprintf(s->host, sizeof s->host, "%.*s", (int)(*p == '[' ? host - 2 : host),
              *p == '[' ? p + 1 : p);

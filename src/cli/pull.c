@@ -22,6 +22,8 @@
 #define N_CONNECTION 8
 #define MAX_FAULTS   8
 #define MAX_FILES    100000
+#define MAX_PAGES    1000        /* of its list of files */
+#define GLOB_BYTES   2048        /* of --files */
 #define LIST_BYTES   (64u << 20) /* of one answer of the hub */
 #define RESUME_BYTES 65536      /* a connection that brought so much is resumed at once */
 #define NOTE_BYTES   (1u << 20) /* how often progress goes to disk */
@@ -182,7 +184,7 @@ static bool is_hex(hx_str s)
 
 static bool wanted(const char *patterns, const char *name)
 {
-    char list[2048], *save = NULL;
+    char list[GLOB_BYTES], *save = NULL;
 
     if (patterns == NULL)
         return true;
@@ -259,6 +261,23 @@ static int find_commit(puller *q, void *connection, hx_err *err)
     return rc;
 }
 
+static int by_name(const void *a, const void *b)
+{
+    return strcmp(((const pull_file *)a)->name, ((const pull_file *)b)->name);
+}
+
+/* A file that two fetchings write at once would be neither's. */
+static int check_names(puller *q, hx_err *err)
+{
+    if (q->n_file > 1)
+        qsort(q->file, (size_t)q->n_file, sizeof *q->file, by_name);
+    for (int64_t i = 1; i < q->n_file; i++)
+        if (strcmp(q->file[i - 1].name, q->file[i].name) == 0)
+            return hx_fail(err, HX_EFORMAT, "%s: the hub lists %.80s twice", q->repo,
+                           q->file[i].name);
+    return 0;
+}
+
 static int read_list(puller *q, hx_err *err)
 {
     void *connection = pull_net_connection(q->net);
@@ -268,10 +287,15 @@ static int read_list(puller *q, hx_err *err)
 
     snprintf(url, sizeof url, "%s/api/models/%s/tree/%s?recursive=true", q->endpoint,
              q->repo, q->commit);
-    while (rc == 0 && url[0] != '\0') {
+    for (int n = 0; rc == 0 && url[0] != '\0'; n++) {
         hx_json *page;
 
-        if ((rc = get_json(q, connection, url, &page, next, err)) != 0)
+        if (n == MAX_PAGES)
+            rc = hx_fail(err, HX_ELIMIT, "%s: the hub's list of files is over %d pages",
+                         q->repo, MAX_PAGES);
+        else
+            rc = get_json(q, connection, url, &page, next, err);
+        if (rc != 0)
             break;
         if (hx_json_kind(page) != HX_JSON_ARRAY)
             rc = hx_fail(err, HX_EFORMAT, "%s: the hub's list of files is no list",
@@ -282,6 +306,8 @@ static int read_list(puller *q, hx_err *err)
         snprintf(url, sizeof url, "%s", next);
     }
     pull_net_disconnect(q->net, connection);
+    if (rc == 0)
+        rc = check_names(q, err);
     if (rc == 0 && q->n_file == 0)
         rc = hx_fail(err, HX_EARG, "%s@%s: no files%s", q->repo, q->rev,
                      q->p->files != NULL ? " that --files names" : "");
@@ -670,6 +696,8 @@ static int read_names(puller *q, const char *endpoint, hx_err *err)
         return hx_fail(err, HX_EARG,
                        "\"%.80s\": expected OWNER/NAME or OWNER/NAME@REVISION",
                        q->p->repo);
+    if (q->p->files != NULL && strlen(q->p->files) >= GLOB_BYTES)
+        return hx_fail(err, HX_ELIMIT, "--files: over %d characters", GLOB_BYTES - 1);
     memcpy(q->repo, q->p->repo, n);
     memcpy(q->rev, rev, strlen(rev));
     if (endpoint == NULL || *endpoint == '\0')

@@ -184,6 +184,8 @@ int qz_out_note(qz_out *o, hx_err *err, const char *fmt, ...)
     va_start(ap, fmt);
     n = vsnprintf(line, sizeof line - 1, fmt, ap);
     va_end(ap);
+    if (n < 0 || n >= (int)sizeof line - 1)
+        return hx_fail(err, HX_ELIMIT, "%s: a note of %d bytes", o->work, n);
     line[n++] = '\n';
     if (write(o->journal, line, (size_t)n) != n || fdatasync(o->journal) != 0)
         return io_error(err, o->work);

@@ -376,16 +376,16 @@ static int read_rest(hx_desc *d, const hx_json *config, const hx_json *t,
                            file, (long long)id, HX_LEN(d->eos), (long long)d->n_vocab);
         d->eos[d->n_eos++] = (int32_t)id;
     }
-    const int64_t n = hx_json_int(hx_json_at(block, 0), 128),
-                  k = hx_json_int(hx_json_at(block, 1), 128);
-    if (n < 1 || k < 1 || n > INT32_MAX || k > INT32_MAX)
+    const int64_t rows = hx_json_int(hx_json_at(block, 0), 128),
+                  cols = hx_json_int(hx_json_at(block, 1), 128);
+    if (rows < 1 || cols < 1 || rows > INT32_MAX || cols > INT32_MAX)
         return hx_fail(
             err, HX_EFORMAT,
             "%s: quantization_config.weight_block_size: [%lld, %lld], expected "
             "two numbers from 1 on",
-            file, (long long)n, (long long)k);
-    d->fp8_block_n = (int32_t)n;
-    d->fp8_block_k = (int32_t)k;
+            file, (long long)rows, (long long)cols);
+    d->fp8_block_n = (int32_t)rows;
+    d->fp8_block_k = (int32_t)cols;
     return 0;
 }
 
