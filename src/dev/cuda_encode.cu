@@ -3,9 +3,9 @@
  * enc_host.c: the same fused and unfused roundings in the same order.
  *
  * The search is what costs: 2 x 256 x 65,536 candidates per tile of 256 weights, each a
- * conversion, a difference, a fused multiply-add and half a minimum of three. A block of
- * 1,024 threads has a tile; each thread holds 64 of the 65,536 values in registers for
- * good, costs go round through shared memory, and no picks are kept: every few positions
+ * difference, a fused multiply-add and half a minimum of three. A block of 512 threads has
+ * a tile; each thread holds its 128 of the 65,536 values for a whole walk, most of them as
+ * floats, costs go round through shared memory, and no picks are kept: every few positions
  * the costs of all overlaps go to global memory, and the way back evaluates the few
  * candidates again that lead to the one state it needs. */
 #include <cuda_fp16.h>
@@ -21,11 +21,13 @@ namespace
 enum {
     TILE = HX_ENC_TILE,
     SPAN = HX_ENC_BLOCK,
-    THREADS = 1024, /* of a search */
-    DEEP = 256,     /* terms of a sum between writes, as in dense.c */
-    STEP = 64,      /* rows that a factor advances by, as there */
-    SIDE = 128,     /* of a block of a product */
-    SLAB = 16,      /* terms of it that are in shared memory */
+    LOG_THREADS = 9,
+    THREADS = 1 << LOG_THREADS, /* of a search */
+    OWN = 65536 / THREADS,      /* states of each */
+    DEEP = 256,                 /* terms of a sum between writes, as in dense.c */
+    STEP = 64,                  /* rows that a factor advances by, as there */
+    SIDE = 128,                 /* of a block of a product */
+    SLAB = 16,                  /* terms of it that are in shared memory */
 };
 
 struct gpu {
@@ -35,7 +37,7 @@ struct gpu {
     double *sum;
     int *bad;
     int n_block; /* of a search */
-    bool shared; /* costs fit there */
+    bool room;   /* for values in shared memory */
     char *tiles; /* of search() and tiles() */
     size_t tiles_bytes;
 };
@@ -128,45 +130,36 @@ __global__ void transpose_tile(float *y, int64_t ldy, const float *x, int64_t ro
             y[(j0 + k) * ldy + i0 + threadIdx.x] = s[threadIdx.x][k];
 }
 
-/* Thread: a column. */
-__global__ void dot_down(const float *a, const float *b, int64_t rows, int64_t cols,
-                         double *sum)
+/* Block: 32 sums, of columns (DOWN) or of rows, 256 threads; one lane each adds 64 products
+ * while all make the next. Rows and columns: multiples of 64. */
+template <bool DOWN>
+__global__ void dots(const float *a, const float *b, int64_t n, int64_t cols, double *sum)
 {
-    const int64_t j = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
-    double s = 0;
-
-    if (j >= cols)
-        return;
-#pragma unroll 16
-    for (int64_t i = 0; i < rows; i++)
-        s += (double)a[i * cols + j] * (double)b[i * cols + j];
-    sum[j] = s;
-}
-
-/* Block: 32 rows, 256 threads; the products of 64 columns at a time are summed by one
- * lane per row. Columns: a multiple of 64. */
-__global__ void dot_across(const float *a, const float *b, int64_t rows, int64_t cols,
-                           double *sum)
-{
-    __shared__ double s[32][65];
-    const int64_t row0 = blockIdx.x * 32;
+    __shared__ double s[2][64][33];
+    const int64_t first = blockIdx.x * 32;
+    const int term = DOWN ? threadIdx.x / 32 : threadIdx.x % 64,
+              who = DOWN ? threadIdx.x % 32 : threadIdx.x / 64;
+    const int64_t at = DOWN ? term * cols + first + who : (first + who) * cols + term;
     double total = 0;
 
-    for (int64_t j0 = 0; j0 < cols; j0 += 64) {
-        for (int i = threadIdx.x; i < 32 * 64; i += 256) {
-            const int64_t at = HX_MIN(row0 + i / 64, rows - 1) * cols + j0 + i % 64;
+    for (int64_t t = 0; t < n; t += 64) {
+        double(*const now)[33] = s[t / 64 & 1];
 
-            s[i / 64][i % 64] = (double)a[at] * (double)b[at];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int64_t x = DOWN ? at + (t + 8 * i) * cols : at + t + 4 * i * cols;
+
+            now[DOWN ? term + 8 * i : term][DOWN ? who : who + 4 * i] =
+                (double)a[x] * (double)b[x];
         }
         __syncthreads();
         if (threadIdx.x < 32)
 #pragma unroll 16
-            for (int j = 0; j < 64; j++)
-                total += s[threadIdx.x][j];
-        __syncthreads();
+            for (int i = 0; i < 64; i++)
+                total += now[i][threadIdx.x];
     }
-    if (threadIdx.x < 32 && row0 + threadIdx.x < rows)
-        sum[row0 + threadIdx.x] = total;
+    if (threadIdx.x < 32)
+        sum[first + threadIdx.x] = total;
 }
 
 /* ---- rotation ------------------------------------------------------------------ */
@@ -514,39 +507,41 @@ __global__ void solve_up(const float *u, int64_t n, int64_t at, double *rest, fl
 
 /* ---- the search ------------------------------------------------------------------------ */
 
-/* hx_exl3_value as the format has it: one fp16 operation. */
-HX_DEVICE __half value_of(uint32_t s, hx_codebook codebook)
+/* A codebook without branches: x = state mul + add; y = x & keep ^ flip; the value is the
+ * sum of y's halves, the lower increased by sum times each byte of x, and multiplied by
+ * factor. */
+struct book {
+    uint32_t mul, add, keep, flip, sum;
+    unsigned short factor;
+};
+
+book book_of(hx_codebook codebook)
 {
-    if (codebook == HX_CB_MUL1) {
-        const uint32_t x = __dp4a(s * HX_EXL3_MUL1, 0x01010101u, 0x6400u);
+    const uint32_t keep = 0x8FFF8FFFu, flip = 0x3B603B60u;
+    const unsigned short one = 0x3C00;
 
-        return __hfma(__ushort_as_half((unsigned short)x), __ushort_as_half(0x1EEE),
-                      __ushort_as_half(0xC931));
-    }
-    const uint32_t x =
-        codebook == HX_CB_MCG ? s * HX_EXL3_MCG : s * HX_EXL3_3INST + HX_EXL3_3INST_ADD;
-    const uint32_t y = (x & 0x8FFF8FFFu) ^ 0x3B603B60u;
+    if (codebook == HX_CB_MUL1)
+        return book { HX_EXL3_MUL1, 0, 0, 0xC9316400u, 0x01010101u, 0x1EEE };
+    if (codebook == HX_CB_MCG)
+        return book { HX_EXL3_MCG, 0, keep, flip, 0, one };
+    return book { HX_EXL3_3INST, HX_EXL3_3INST_ADD, keep, flip, 0, one };
+}
 
-    return __hadd(__ushort_as_half((unsigned short)y),
+/* hx_exl3_value as the format has it: one fp16 operation. */
+HX_DEVICE __half value_of(uint32_t s, const book &k)
+{
+    const uint32_t x = s * k.mul + k.add, y = x & k.keep ^ k.flip,
+                   low = __dp4a(x, k.sum, y);
+
+    return __hfma(__ushort_as_half((unsigned short)low), __ushort_as_half(k.factor),
                   __ushort_as_half((unsigned short)(y >> 16)));
 }
 
-/* Bits that the n positions before p own. */
-HX_DEVICE int bits_before(int k2, int p, int n)
-{
-    return k2 % 2 == 0 ? n * (k2 / 2) : (p * k2 >> 1) - ((p - n) * k2 >> 1);
-}
-
-HX_DEVICE int own_bits(int k2, int p)
-{
-    return k2 / 2 + (k2 & p & 1);
-}
-
 /* Positions between two sets of costs that are kept: more take less memory, and more
- * candidates on the way back. */
+ * candidates on the way back. Even where positions of two lengths take turns. */
 __host__ __device__ constexpr int stride_of(int k2)
 {
-    constexpr int by_rate[17] = { 0, 0, 6, 4, 3, 2, 2, 2, 2, 0, 1, 0, 1, 0, 1, 0, 1 };
+    constexpr int by_rate[17] = { 0, 0, 8, 6, 4, 4, 3, 2, 2, 0, 2, 0, 1, 0, 1, 0, 1 };
 
     return by_rate[k2];
 }
@@ -556,94 +551,200 @@ __host__ __device__ constexpr int overlaps_of(int k2)
     return 65536 >> (k2 / 2);
 }
 
+/* The kernels: rate, and whether shared memory has room for 80 KiB of values. Two sets of
+ * costs are there too (256 KiB at 1 bit, 128 at 2, 64 at 3, …), below 3 bits only then. */
+/* clang-format off */
+#define RATES(X)                                                                         \
+    X(2, 0) X(3, 0) X(4, 0) X(4, 1) X(5, 0) X(5, 1) X(6, 0) X(6, 1) X(7, 0) X(7, 1)      \
+    X(8, 0) X(8, 1) X(10, 0) X(10, 1) X(12, 1) X(14, 1) X(16, 1)
+/* clang-format on */
+
+__host__ __device__ constexpr bool costs_shared(int k2, bool room)
+{
+    return room || k2 > 5;
+}
+
+__host__ __device__ constexpr int shared_of(int k2, bool room)
+{
+    return (costs_shared(k2, room) ? 8 * overlaps_of(k2) : 0) +
+           (room ? 10 * THREADS * (int)sizeof(float4) : 0);
+}
+
 __host__ __device__ constexpr int marks_of(int k2)
 {
     return 256 / stride_of(k2) + 1;
 }
 
-/* Where the cost of overlap o is kept, four neighbours together as one thread has them:
- * all that can lead to one overlap, a stride later, are near each other. */
+/* A thread's states: s = u << (16 - UPPER) | j << LOWER | i, with all u and i, and j its
+ * own. Most candidates for an overlap differ in u, so a thread has them together; those
+ * with the same i >> bits follow the same overlap, so they share a read. */
+template <int K2> struct split {
+    enum {
+        UPPER = K2 <= 6   ? 3
+                : K2 <= 8 ? 4
+                          : 5,
+        LOWER = 16 - LOG_THREADS - UPPER,
+        /* of an overlap's bits, those that choose 16 bytes of the 128 that all banks give */
+        TURN = (1 << (LOWER - 2)) - 1
+    };
+};
+
+/* Where the cost of overlap o is kept: next to those of other j. */
 template <int K2> HX_DEVICE int kept_at(int o)
 {
-    constexpr int ALL = 14 - K2 / 2, LEFT = ALL - (stride_of(K2) * K2 + 1) / 2,
-                  LOW = LEFT > 0 ? LEFT : 0;
+    constexpr int I = split<K2>::LOWER;
 
-    return ((o >> 2 & ((1 << LOW) - 1)) << (ALL - LOW) | o >> (2 + LOW)) << 2 | (o & 3);
+    return (o & ((1 << I) - 1)) << (16 - K2 / 2 - I) | o >> I;
 }
 
-/* Whose 64 states thread tid has: s = u << 12 | j << 2 | i, u < 16, i < 4. Threads that
- * have candidates for the same overlaps are neighbours. */
+/* Where it is in shared memory: threads that are neighbours write to, and read from,
+ * different banks. */
+template <int K2> HX_DEVICE int placed(int o)
+{
+    return o ^ (o >> 5 & split<K2>::TURN) << 2;
+}
+
+/* j of thread tid. Threads that have candidates for the same overlaps are neighbours. */
 template <int K2> HX_DEVICE int group_of(int tid)
 {
-    constexpr int twice = K2 > 9 ? K2 / 2 - 4 : 0;
+    constexpr int twice = HX_MAX(K2 / 2 - split<K2>::UPPER, 0);
 
-    return (tid & ((1 << twice) - 1)) << (10 - twice) | tid >> twice;
+    return (tid & ((1 << twice) - 1)) << (LOG_THREADS - twice) | tid >> twice;
 }
 
-/* Their values, two to a register. */
-HX_DEVICE void fill(uint32_t (&value)[16][2], int j, hx_codebook codebook)
-{
-#pragma unroll
-    for (int u = 0; u < 16; u++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const uint32_t st = u << 12 | j << 2 | 2 * i;
+/* Values of a thread's states, four neighbours together, group u << (LOWER - 2) | i >> 2:
+ * some in shared memory (where there is room), some as floats, the rest two to a register,
+ * mixed so that the first are read and the last converted all the time. */
+template <bool ROOM> struct values {
+    enum { FAR = ROOM ? 10 : 0, WHOLE = ROOM ? 18 : 10, PAIRS = OWN / 4 - FAR - WHOLE };
+    float4 *far; /* of this thread; THREADS apart */
+    float whole[4 * WHOLE];
+    uint32_t pair[2 * PAIRS];
+};
 
-            value[u][i] = __half_as_ushort(value_of(st, codebook)) |
-                          (uint32_t)__half_as_ushort(value_of(st + 1, codebook)) << 16;
+__host__ __device__ constexpr int order_of(int group)
+{
+    return group * 11 % (OWN / 4);
+}
+
+template <bool ROOM>
+HX_DEVICE void values_at(const values<ROOM> &v, int group, float *out)
+{
+    const int h = order_of(group), w = h - v.FAR, p = w - v.WHOLE;
+
+    if (w < 0)
+        *(float4 *)out = v.far[h * THREADS];
+    else
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            out[i] = p < 0 ? v.whole[4 * w + i]
+                           : __half2float(__ushort_as_half(
+                                 (unsigned short)(v.pair[2 * p + i / 2] >> i % 2 * 16)));
+}
+
+template <int K2, bool ROOM>
+HX_DEVICE void fill(values<ROOM> &v, int j, const book &codebook)
+{
+    constexpr int U = split<K2>::UPPER, I = split<K2>::LOWER;
+
+#pragma unroll
+    for (int g = 0; g < OWN / 4; g++) {
+        const int h = order_of(g), w = h - v.FAR, p = w - v.WHOLE;
+        const int st =
+            (g >> (I - 2)) << (16 - U) | j << I | (g & ((1 << (I - 2)) - 1)) << 2;
+        __half2 x[2];
+        float4 f;
+
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            x[i] = __halves2half2(value_of(st + 2 * i, codebook),
+                                  value_of(st + 2 * i + 1, codebook));
+        f = make_float4(__low2float(x[0]), __high2float(x[0]), __low2float(x[1]),
+                        __high2float(x[1]));
+        if (w < 0) {
+            v.far[h * THREADS] = f;
+        } else if (p < 0) {
+            v.whole[4 * w] = f.x;
+            v.whole[4 * w + 1] = f.y;
+            v.whole[4 * w + 2] = f.z;
+            v.whole[4 * w + 3] = f.w;
+        } else {
+            v.pair[2 * p] = *(uint32_t *)&x[0];
+            v.pair[2 * p + 1] = *(uint32_t *)&x[1];
         }
+    }
+}
+
+/* Costs of N overlaps, aligned to as many. */
+template <int N> HX_DEVICE void read(float *to, const float *from)
+{
+    if (N == 1)
+        to[0] = *from;
+    else if (N == 2)
+        *(float2 *)to = *(const float2 *)from;
+    else
+        *(float4 *)to = *(const float4 *)from;
 }
 
 /* One position: next[o] = min over t of prev[state >> IN] + (value - target)^2. Costs are
  * not negative, so they compare as integers. mark: also there, or NULL. */
-template <int IN, int OUT, int K2>
-HX_DEVICE void step(const uint32_t (&value)[16][2], const float *prev, float *next,
-                    float *mark, float target, int j)
+template <int IN, int OUT, int K2, bool ROOM>
+HX_DEVICE void step(const values<ROOM> &v, const float *prev, float *next, float *mark,
+                    float target, int j)
 {
-    constexpr int T = OUT < 4 ? 1 << OUT : 16, N = 16 / T, SPLIT = OUT > 4 ? OUT - 4 : 0;
-    const float *near = prev + (j << 2 >> IN); /* what differs from it is a constant */
-    const int o = j << 2 & (overlaps_of(2 * OUT) - 1);
+    constexpr int U = split<K2>::UPPER, I = split<K2>::LOWER, T = 1 << HX_MIN(OUT, U),
+                  N = (1 << U) / T, TWICE = HX_MAX(OUT - U, 0);
+    constexpr int NEAR = I > IN ? 1 << (I - IN) : 1, AT_ONCE = HX_MIN(NEAR, 4);
+    const int base = I > IN ? j << (I > IN ? I - IN : 0) : j >> (I > IN ? 0 : IN - I);
+    const int o = j << I & (overlaps_of(2 * OUT) - 1);
 
 #pragma unroll
     for (int c = 0; c < N; c++) {
-        uint32_t best[4], cost[2][4];
+        float before[T][NEAR];
 
 #pragma unroll
-        for (int t = 0; t < T; t++) {
-            const int u = t * N + c;
-            const float *from = near + (u << (12 - IN));
-            float2 before;
+        for (int q = 0; q < 1 << I; q += 4) {
+            uint32_t best[4], cost[2][4];
 
-            if (IN == 1) /* else all four states follow one overlap */
-                before = *(const float2 *)from;
-            else
-                before.x = before.y = *from;
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const float2 v = __half22float2(*(const __half2 *)&value[u][i]);
-                const float a = v.x - target, b = v.y - target,
-                            from = i == 0 ? before.x : before.y;
+            for (int t = 0; t < T; t++) {
+                const int u = t * N + c;
 
-                cost[t & 1][2 * i] = __float_as_uint(fmaf(a, a, from));
-                cost[t & 1][2 * i + 1] = __float_as_uint(fmaf(b, b, from));
+                if (q == 0)
+#pragma unroll
+                    for (int k = 0; k < NEAR; k += AT_ONCE)
+                        read<AT_ONCE>(before[t] + k,
+                                      prev + placed<K2>(base + k) + (u << (16 - U - IN)));
+                float value[4];
+
+                values_at(v, (u << I | q) >> 2, value);
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const float a = value[i] - target;
+
+                    cost[t & 1][i] =
+                        __float_as_uint(fmaf(a, a, before[t][(q | i) >> IN]));
+                }
+                if (t & 1)
+#pragma unroll
+                    for (int i = 0; i < 4; i++)
+                        best[i] = t == 1 ? min(cost[0][i], cost[1][i])
+                                         : __vimin3_u32(best[i], cost[0][i], cost[1][i]);
             }
-            if (t & 1)
+#pragma unroll
+            for (int w = 1; w < 1 << TWICE; w *= 2)
+                for (int i = 0; i < 4; i++)
+                    best[i] = min(best[i], __shfl_xor_sync(~0u, best[i], w));
+            if ((threadIdx.x & ((1 << TWICE) - 1)) != 0)
+                continue;
+            *(uint4 *)(next + placed<K2>(o + q) + (c << (16 - U))) =
+                make_uint4(best[0], best[1], best[2], best[3]);
+            if (mark != NULL)
 #pragma unroll
                 for (int i = 0; i < 4; i++)
-                    best[i] = t == 1 ? min(cost[0][i], cost[1][i])
-                                     : __vimin3_u32(best[i], cost[0][i], cost[1][i]);
+                    mark[(o >> I) + kept_at<K2>(c << (16 - U) | q | i)] =
+                        __uint_as_float(best[i]);
         }
-#pragma unroll
-        for (int w = 1; w < 1 << SPLIT; w *= 2)
-            for (int i = 0; i < 4; i++)
-                best[i] = min(best[i], __shfl_xor_sync(~0u, best[i], w));
-        if ((threadIdx.x & ((1 << SPLIT) - 1)) != 0)
-            continue;
-        const uint4 all = make_uint4(best[0], best[1], best[2], best[3]);
-
-        *(uint4 *)(next + o + (c << 12)) = all;
-        if (mark != NULL)
-            *(uint4 *)(mark + kept_at<K2>(o + (c << 12))) = all;
     }
 }
 
@@ -655,134 +756,178 @@ struct bench {
     unsigned long long best;
 };
 
-/* Positions first .. first + 255 round the ring. From position keep on, costs before
- * every stride-th position are kept in marks.
- *
- * NEVER makes the values look as if they could change: else the compiler turns them all
- * into floats once, which takes twice the registers that there are. */
-enum { NEVER = 0x7FF12345 }; /* bits of a target */
-
-template <int K2>
-HX_DEVICE void walk(uint32_t (&value)[16][2], const bench &s, float *cost, float *marks,
-                    int first, int keep, int j, hx_codebook codebook)
+/* Positions first .. first + 255 round the ring. The costs before every stride that begins
+ * at 0 or later and within the walk are kept in marks, one set after the other. */
+template <int K2, bool ROOM>
+HX_DEVICE void walk(const bench &s, float4 *far, float *cost, float *marks, int first,
+                    int j, const book &codebook)
 {
     constexpr int N = overlaps_of(K2), L = K2 / 2, H = (K2 + 1) / 2;
     float target = s.target[first];
+    int p = first, turn = 0, due = first != 0 ? 256 - first : stride_of(K2);
+    values<ROOM> v;
 
-    for (int i = 0; i < 256; i++) {
-        const int p = first + i & 255, to = (p + 1) & 255;
+    asm volatile("" : "+r"(j)); /* values are made here, not kept during the way back */
+    v.far = far + threadIdx.x;
+    fill<K2, ROOM>(v, j, codebook);
+#pragma unroll 1
+    do {
+        const int to = p + 1 & 255;
         const float now = target;
-        float *mark = first + i + 1 >= keep && to % stride_of(K2) == 0 && i < 255
-                          ? marks + to / stride_of(K2) * (int64_t)N
-                          : NULL;
-        float *prev = cost + (i & 1) * N, *next = cost + (~i & 1) * N;
+        float *mark = NULL;
 
-        target = *(volatile const float *)&s.target[to];
-        if (__float_as_int(now) == NEVER)
-            fill(value, j + i, codebook);
+        if (--due == 0) {
+            mark = marks;
+            marks += N;
+            due = stride_of(K2);
+        }
+        target = s.target[to];
+        /* Else the compiler makes floats of them once, more than there are registers. */
+#pragma unroll
+        for (int k = 0; k < 2 * v.PAIRS; k++)
+            asm volatile("" : "+r"(v.pair[k]));
         if (L == H || (p & 1) == 0)
-            step<L, H, K2>(value, prev, next, mark, now, j);
+            step<L, H, K2, ROOM>(v, cost + turn, cost + (turn ^ N), mark, now, j);
         else
-            step<H, L, K2>(value, prev, next, mark, now, j);
+            step<H, L, K2, ROOM>(v, cost + turn, cost + (turn ^ N), mark, now, j);
         __syncthreads();
-    }
+        p = to;
+        turn ^= N;
+    } while (p != first);
 }
 
-/* The states from position last back to 0 of the walk that ends in s.overlap, which
- * becomes the overlap before position 0. One warp, a stride at a time: every path x of
- * that many choices, the latest in its low bits, from the costs that are kept before it to
- * the overlap after it; lanes have the low bits of x, and what is left of the earliest
- * choice each goes through by itself. Earlier choices are made first, as the walk did, the
- * smallest of equal ones. */
-template <int K2>
-HX_DEVICE void trace(bench &s, const float *marks, hx_codebook codebook, int last)
+/* Bits that positions from .. to - 1 own, counted from an even one. */
+template <int K2> __host__ __device__ constexpr int bits_of(int from, int to)
 {
-    const int lane = threadIdx.x;
-    uint32_t o = s.overlap;
+    return (to * K2 >> 1) - (from * K2 >> 1);
+}
 
-    for (int p = last; p >= 0;) {
-        const int start = p / stride_of(K2) * stride_of(K2), top = p - start;
-        const int all = bits_before(K2, p + 2, top + 1), free = HX_MAX(all - 5, 0);
-        const float *mark = marks + start / stride_of(K2) * (int64_t)overlaps_of(K2);
-        uint32_t path = 0;
-        float best = 0;
+/* A way back from overlap o over positions start .. start + TOP: lanes of a warp have the
+ * paths f << LANES | lane of that many choices, the latest in the low bits. */
+template <int K2, int TOP> struct paths {
+    enum {
+        ALL = bits_of<K2>(1, TOP + 2),
+        LANES = HX_MIN(ALL, 5),
+        N = 1 << (ALL - LANES),
+        LAST = 16 - bits_of<K2>(TOP + 1, TOP + 2), /* bits of o */
+        TO = bits_of<K2>(0, TOP + 1)               /* from there to the overlap before */
+    };
+    float cost[N];
+    uint32_t path[N];
+    uint32_t lane, mine; /* mine: the lane's path and o, f's bits left out */
+};
 
-        for (int l = top; l >= 0; l--) {
-            const int at = bits_before(K2, p + 2, l), out = own_bits(K2, p - l + 1),
-                      shift = bits_before(K2, p + 1, l);
-            const int n = l == top ? 1 << free : 1;
-            float least = 0;
-            uint32_t which = 0;
+/* Position start + D: the smallest cost, of equal ones the smallest choice, of every path
+ * of later choices. */
+template <int K2, int TOP, int D>
+HX_DEVICE void choose(paths<K2, TOP> &w, const float *target, const book &codebook)
+{
+    typedef paths<K2, TOP> W;
+    constexpr int AT = bits_of<K2>(D + 2, TOP + 2), END = bits_of<K2>(D + 1, TOP + 2),
+                  TO = bits_of<K2>(D + 1, TOP + 1), N = 1 << HX_MAX(END - 5, 0),
+                  LEFT = 1 << HX_MAX(AT - 5, 0);
 
-#pragma unroll 8
-            for (int f = 0; f < n; f++) {
-                const uint32_t x =
-                    l == top ? (uint32_t)f << 5 | (lane & ((1 << HX_MIN(all, 5)) - 1))
-                             : path;
-                const uint32_t st =
-                    (x << (16 - own_bits(K2, p + 1)) | o) >> shift & 0xFFFF;
-                const float d = __half2float(value_of(st, codebook)) - s.target[p - l];
-                const float cost = fmaf(
-                    d, d, l == top ? mark[kept_at<K2>(st >> own_bits(K2, start))] : best);
+#pragma unroll
+    for (int f = 0; f < N; f++) {
+        const uint32_t st =
+            (w.mine >> TO & 0xFFFF) + ((uint32_t)f << (W::LANES + W::LAST) >> TO);
+        const float a = __half2float(value_of(st, codebook)) - target[D];
 
-                if (f == 0 || cost < least) {
-                    least = cost;
-                    which = x;
-                }
-            }
-            for (int b = at; b < HX_MIN(at + out, 5); b++) {
-                const float c = __shfl_xor_sync(~0u, least, 1 << b);
-                const uint32_t x = __shfl_xor_sync(~0u, which, 1 << b),
-                               mask = (1u << out) - 1;
-
-                if (c < least ||
-                    (c == least && (x >> at & mask) < (which >> at & mask))) {
-                    least = c;
-                    which = x;
-                }
-            }
-            best = least;
-            path = which;
-        }
-        path = __shfl_sync(~0u, path, 0);
-        for (int l = 0; l <= top; l++) {
-            const uint32_t st =
-                (path << (16 - own_bits(K2, p + 1)) | o) >> bits_before(K2, p + 1, l) &
-                0xFFFF;
-
-            if (lane == 0)
-                s.state[p - l] = (uint16_t)st;
-            if (l == top)
-                o = st >> own_bits(K2, start);
-        }
-        p = start - 1;
+        w.cost[f] = fmaf(a, a, w.cost[f]);
     }
-    if (lane == 0)
+#pragma unroll
+    for (int f = LEFT; f < N; f++) {
+        const bool less = w.cost[f] < w.cost[f % LEFT];
+
+        w.cost[f % LEFT] = less ? w.cost[f] : w.cost[f % LEFT];
+        w.path[f % LEFT] = less ? w.path[f] : w.path[f % LEFT];
+    }
+#pragma unroll
+    for (int b = AT; b < HX_MIN(END, (int)W::LANES); b++) {
+        const float c = __shfl_xor_sync(~0u, w.cost[0], 1 << b);
+        const uint32_t x = __shfl_xor_sync(~0u, w.path[0], 1 << b);
+        const uint32_t mask = (1u << END) - (1u << AT);
+        const bool less =
+            c < w.cost[0] | (c == w.cost[0] & (x & mask) < (w.path[0] & mask));
+
+        w.cost[0] = less ? c : w.cost[0];
+        w.path[0] = less ? x : w.path[0];
+    }
+    if constexpr (D < TOP)
+        choose<K2, TOP, D + 1>(w, target, codebook);
+}
+
+/* The states of those positions from the costs kept before them, earlier choices first as
+ * the walk made them; returns the overlap before. */
+template <int K2, int TOP>
+HX_DEVICE uint32_t back(bench &s, const float *mark, const book &codebook, int start,
+                        uint32_t o)
+{
+    typedef paths<K2, TOP> W;
+    W w;
+
+    w.lane = threadIdx.x & ((1 << W::LANES) - 1);
+    w.mine = w.lane << W::LAST | o;
+    mark += kept_at<K2>(w.mine >> W::TO);
+    asm volatile("" : "+l"(mark)); /* one address, and distances known in advance */
+#pragma unroll
+    for (int f = 0; f < W::N; f++) {
+        w.path[f] = f << W::LANES | w.lane;
+        w.cost[f] =
+            __ldcg(&mark[kept_at<K2>((uint32_t)f << (W::LANES + W::LAST) >> W::TO)]);
+    }
+    choose<K2, TOP, 0>(w, s.target + start, codebook);
+
+    const uint32_t all = w.path[0] << W::LAST | o;
+
+    if (threadIdx.x <= TOP)
+        s.state[start + threadIdx.x] =
+            (uint16_t)(all >> bits_of<K2>(threadIdx.x + 1, TOP + 1));
+    return all >> W::TO;
+}
+
+/* The states from position LAST back to 0 of the walk that ends in s.overlap, which
+ * becomes the overlap before position 0. One warp, a stride at a time. */
+template <int K2, int LAST>
+HX_DEVICE void trace(bench &s, const float *marks, const book &codebook)
+{
+    constexpr int S = stride_of(K2), N = overlaps_of(K2);
+    int at = LAST / S;
+    uint32_t o =
+        back<K2, LAST % S>(s, marks + at * (int64_t)N, codebook, at * S, s.overlap);
+
+#pragma unroll 1
+    while (--at >= 0)
+        o = back<K2, S - 1>(s, marks + at * (int64_t)N, codebook, at * S, o);
+    if (threadIdx.x == 0)
         s.overlap = o;
 }
 
 /* Both passes of exl3_trellis.c over s.target; s.state. */
-template <int K2>
-HX_DEVICE void search_tile(uint32_t (&value)[16][2], bench &s, float *cost, float *marks,
-                           hx_codebook codebook, int j)
+template <int K2, bool ROOM>
+HX_DEVICE void search_tile(bench &s, float4 *far, float *cost, float *marks,
+                           const book &codebook, int j)
 {
     constexpr int N = overlaps_of(K2), HALF = 128; /* 0, 128 and 256 are even */
 
+#pragma unroll 1
     for (int pass = 0; pass < 2; pass++) {
         const uint32_t seam = s.overlap;
 
         for (int o = threadIdx.x; o < N; o += THREADS)
-            cost[o] = marks[kept_at<K2>(o)] = pass == 0 || o == seam ? 0 : HX_ENC_FAR;
+            cost[placed<K2>(o)] = marks[kept_at<K2>(o)] =
+                pass == 0 || o == seam ? 0 : HX_ENC_FAR;
         if (threadIdx.x == 0)
             s.best = ~0ull;
         __syncthreads();
-        walk<K2>(value, s, cost, marks, pass == 0 ? HALF : 0, pass == 0 ? 256 : 0, j,
-                 codebook);
+        walk<K2, ROOM>(s, far, cost, marks + pass * N, pass == 0 ? HALF : 0, j, codebook);
         if (pass == 0) {
             unsigned long long best = ~0ull;
 
             for (int o = threadIdx.x; o < N; o += THREADS)
-                best = min(best, (unsigned long long)__float_as_uint(cost[o]) << 32 | o);
+                best = min(best, (unsigned long long)__float_as_uint(cost[placed<K2>(o)])
+                                         << 32 |
+                                     o);
             atomicMin(&s.best, best);
             __syncthreads();
             if (threadIdx.x == 0)
@@ -790,8 +935,10 @@ HX_DEVICE void search_tile(uint32_t (&value)[16][2], bench &s, float *cost, floa
             __syncthreads();
         }
         /* The second ends where it began. */
-        if (threadIdx.x < 32)
-            trace<K2>(s, marks, codebook, pass == 0 ? HALF - 1 : 255);
+        if (threadIdx.x < 32 && pass == 0)
+            trace<K2, HALF - 1>(s, marks, codebook);
+        else if (threadIdx.x < 32)
+            trace<K2, 255>(s, marks, codebook);
         __syncthreads();
     }
 }
@@ -822,23 +969,23 @@ struct search_args {
     uint8_t *trellis;
     int64_t n, k, row;
     float *marks, *cost; /* per block */
-    hx_codebook codebook;
+    book codebook;
 };
 
 /* Block: a tile after the other. Memory traffic: the kept costs, overlaps x 4 bytes every
  * few positions, written once and read in part. */
-template <int K2, bool SHARED>
+template <int K2, bool ROOM>
 __global__ void __launch_bounds__(THREADS, 1) search_tiles(const search_args a)
 {
     extern __shared__ __align__(16) float dynamic[];
     __shared__ bench s;
     constexpr int N = overlaps_of(K2), BYTES = 16 * K2;
-    float *cost = SHARED ? dynamic : a.cost + blockIdx.x * (int64_t)(2 * N);
+    float *cost =
+        costs_shared(K2, ROOM) ? dynamic : a.cost + blockIdx.x * (int64_t)(2 * N);
+    float4 *far = (float4 *)(dynamic + 2 * N);
     float *marks = a.marks + blockIdx.x * (int64_t)(marks_of(K2) * N);
     const int j = group_of<K2>(threadIdx.x);
-    uint32_t value[16][2];
 
-    fill(value, j, a.codebook);
     const int p = threadIdx.x & 255, r = hx_exl3_row(p), c = hx_exl3_col(p);
 
     for (int64_t tile = blockIdx.x; tile < a.n_tile; tile += gridDim.x) {
@@ -849,7 +996,7 @@ __global__ void __launch_bounds__(THREADS, 1) search_tiles(const search_args a)
             if (threadIdx.x < 256)
                 s.target[p] = a.target != NULL ? a.target[tile * 256 + p] : a.work[at];
             __syncthreads();
-            search_tile<K2>(value, s, cost, marks, a.codebook, j);
+            search_tile<K2, ROOM>(s, far, cost, marks, a.codebook, j);
             if (threadIdx.x < 256) {
                 const float v = __half2float(value_of(s.state[p], a.codebook));
 
@@ -882,34 +1029,23 @@ __global__ void __launch_bounds__(THREADS, 1) search_tiles(const search_args a)
     }
 }
 
-template <int K2, bool SHARED> void launch_search(gpu *g, const search_args &a)
+template <int K2, bool ROOM> void launch_search(gpu *g, const search_args &a)
 {
-    const int bytes = SHARED ? 2 * overlaps_of(K2) * (int)sizeof(float) : 0;
-    const int n = (int)HX_MIN(a.n_tile, g->n_block);
+    const int bytes = shared_of(K2, ROOM), n = (int)HX_MIN(a.n_tile, g->n_block);
 
-    note(g, cudaFuncSetAttribute(search_tiles<K2, SHARED>,
+    note(g, cudaFuncSetAttribute(search_tiles<K2, ROOM>,
                                  cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    RUN(g, (search_tiles<K2, SHARED>), n, THREADS, bytes, a);
+    RUN(g, (search_tiles<K2, ROOM>), n, THREADS, bytes, a);
 }
-
-/* Two sets of costs: 256 KiB below 2 bits, 128 KiB below 3, else 64 KiB and less. */
-#define RATES(X) X(4) X(5) X(6) X(7) X(8) X(10) X(12) X(14) X(16)
 
 void search_all(gpu *g, int k2, search_args a)
 {
     a.marks = g->marks;
     a.cost = g->cost;
-    if (!g->shared) {
-        k2 == 2   ? launch_search<2, false>(g, a)
-        : k2 == 3 ? launch_search<3, false>(g, a)
-        : k2 == 4 ? launch_search<4, false>(g, a)
-                  : launch_search<5, false>(g, a);
-        return;
-    }
-    switch (k2) {
-#define X(rate)                                                                          \
-    case rate:                                                                           \
-        launch_search<rate, true>(g, a);                                                 \
+    switch (k2 << 1 | g->room) {
+#define X(rate, room)                                                                    \
+    case rate << 1 | room:                                                               \
+        launch_search<rate, room>(g, a);                                                 \
         return;
         RATES(X)
 #undef X
@@ -949,7 +1085,8 @@ int enc_open(hx_enc *e, hx_err *err)
     g->c = hx_cuda_of(e->dev);
     cudaSetDevice(g->c->device);
     g->n_block = (int)HX_MAX(HX_MIN(e->n / TILE, g->c->n_sm), HX_MIN(64, g->c->n_sm));
-    g->shared = e->k2 > 3 && 2 * overlaps * one + sizeof(bench) <= g->c->shared_bytes;
+    g->room = e->k2 > 11 ||
+              (e->k2 > 3 && shared_of(e->k2, true) + sizeof(bench) <= g->c->shared_bytes);
     const struct {
         void **to;
         size_t bytes;
@@ -957,10 +1094,11 @@ int enc_open(hx_enc *e, hx_err *err)
                  { (void **)&g->v, side * one },
                  { (void **)&g->sum, side * sizeof(double) },
                  { (void **)&g->bad, sizeof(int) },
-                 { (void **)&g->marks, (size_t)g->n_block * overlaps * one *
-                                           (size_t)(256 / stride_of(e->k2) + 1) },
-                 { (void **)&g->cost,
-                   g->shared ? 0 : (size_t)g->n_block * 2 * overlaps * one } };
+                 { (void **)&g->marks,
+                   (size_t)g->n_block * overlaps * one * (size_t)marks_of(e->k2) },
+                 { (void **)&g->cost, costs_shared(e->k2, g->room)
+                                          ? 0
+                                          : (size_t)g->n_block * 2 * overlaps * one } };
 
     for (size_t i = 0; i < HX_LEN(need); i++)
         if (hx_cuda_alloc_for(need[i].to, need[i].bytes, "the EXL3 encoder", err) != 0)
@@ -1091,7 +1229,7 @@ int enc_dot_rows(hx_enc *e, const float *a, const float *b, int64_t rows, int64_
 {
     gpu *g = own(e);
 
-    RUN(g, dot_across, (unsigned)hx_ceil_div(rows, 32), 256, 0, a, b, rows, cols, g->sum);
+    RUN(g, dots<false>, (unsigned)(rows / 32), 256, 0, a, b, cols, cols, g->sum);
     return fetch(g, sum, g->sum, (size_t)rows * sizeof(double), err);
 }
 
@@ -1100,7 +1238,7 @@ int enc_dot_columns(hx_enc *e, const float *a, const float *b, int64_t rows, int
 {
     gpu *g = own(e);
 
-    RUN(g, dot_down, blocks_for(cols, 32), 32, 0, a, b, rows, cols, g->sum);
+    RUN(g, dots<true>, (unsigned)(cols / 32), 256, 0, a, b, rows, cols, g->sum);
     return fetch(g, sum, g->sum, (size_t)cols * sizeof(double), err);
 }
 
@@ -1245,7 +1383,7 @@ int enc_search(hx_enc *e, const float (*target)[256], int64_t n_tile,
     a.value = (float *)g->tiles + n;
     a.state = (uint16_t *)(a.value + n);
     a.n_tile = n_tile;
-    a.codebook = e->codebook;
+    a.codebook = book_of(e->codebook);
     upload(g, g->tiles, target, n * sizeof(float));
     search_all(g, e->k2, a);
     rc = fetch(g, state, a.state, n * sizeof(uint16_t), err);
@@ -1273,7 +1411,7 @@ int enc_feed(hx_enc *e, const hx_enc_feed *f, hx_err *err)
     a.trellis = (uint8_t *)trellis;
     a.n = n;
     a.k = k;
-    a.codebook = e->codebook;
+    a.codebook = book_of(e->codebook);
     for (a.row = k - SPAN; a.row >= 0; a.row -= SPAN) {
         hx_dense_args far = {};
 
