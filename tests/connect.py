@@ -54,7 +54,7 @@ def toml(text):
     return tomllib.loads(text)
 
 
-CLIENTS = connect('?', rc=2)[1].split('CLIENT:')[1].split()
+CLIENTS = connect('?', rc=2)[1].split('there are')[1].split()
 
 
 def test_list():

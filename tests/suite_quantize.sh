@@ -21,7 +21,7 @@ refuse bad_codebook 'there are mul1, mcg and 3inst' "$tmp/mini" "$tmp/x" --bits 
 refuse half_mcg 'only codebook mul1' "$tmp/mini" "$tmp/x" --bits 4 --calib none --codebook mcg --half-rates
 refuse already 'is EXL3 already' $demo "$tmp/x" --bits 4 --calib none
 refuse not_empty 'is not empty' "$tmp/mini" tests --bits 4 --calib none
-refuse no_source '/nowhere/config\.json' /nowhere "$tmp/x" --bits 4 --calib none
+refuse no_source '/nowhere: no such folder' /nowhere "$tmp/x" --bits 4 --calib none
 refuse bad_calib 'nowhere\.txt' "$tmp/mini" "$tmp/x" --bits 4 --calib "$tmp/nowhere.txt"
 check no_out 2 'needs a folder to write to' "$hoist" quantize "$tmp/mini"
 check out_of_range 2 'expected a number in 1\.\.8' "$hoist" quantize "$tmp/mini" "$tmp/x" --bits 9

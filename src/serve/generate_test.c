@@ -77,7 +77,8 @@ static void test_tool_choice(void **state)
           ",\"tool_choice\":{\"type\":\"allowed_tools\",\"allowed_tools\":{\"mode\":"
           "\"required\",\"tools\":[{\"name\":\"h\"}]}}",
           NULL, "tool_choice" },
-        { TOOLS ",\"tool_choice\":{\"type\":\"allowed_tools\"}", NULL, "tool_choice" },
+        { TOOLS ",\"tool_choice\":{\"type\":\"allowed_tools\"}", NULL,
+          "tool_choice.allowed_tools.tools" },
         { TOOLS ",\"tool_choice\":7", NULL, "tool_choice" },
         { TOOLS ",\"parallel_tool_calls\":\"no\"", NULL, "parallel_tool_calls" },
     };
