@@ -3,7 +3,8 @@
  *
  * The device's one list of operations keeps all apart: who was in a slot is announced gone
  * before the slot is written, pushes begin after the operations before them, and operations
- * that work in lent slots after the pushes that were on their way there. */
+ * that work in lent slots after the pushes that were on their way there. Who changes to
+ * another slot does so between two of them, too. */
 #include <sched.h>
 
 #include "model/model.h"
@@ -52,6 +53,64 @@ uint64_t hx_store_lendable(const hx_store *s)
     return s->lend != NULL && n > 0 ? (uint64_t)n * s->record_bytes : 0;
 }
 
+/* How often an expert must have been picked to be among the n picked most that live in
+ * slots; 0: those are all. */
+static int heat_of_most(const hx_clock *c, int64_t n)
+{
+    int64_t with[UINT8_MAX + 1] = { 0 };
+    int heat = UINT8_MAX;
+
+    for (int32_t i = 0; i < c->n_slot; i++)
+        if (c->tenant[i] >= 0)
+            with[c->heat[c->tenant[i]]]++;
+    while (heat > 0 && (n -= with[heat]) > 0)
+        heat--;
+    return heat;
+}
+
+/* Those in slots from first on with such a heat or more change to slots before, while there
+ * are tenants below another heat who leave. */
+static int change(hx_store *s, int32_t first, int heat, int below, hx_err *err)
+{
+    hx_clock *c = &s->clock;
+    int32_t to = 0;
+    int rc;
+
+    for (int32_t i = first; i < c->n_slot; i++) {
+        const int32_t item = c->tenant[i];
+
+        if (item < 0 || c->heat[item] < heat || hx_store_is_coming(s, i))
+            continue;
+        while (to < first && (hx_store_is_coming(s, to) ||
+                              (c->tenant[to] >= 0 && c->heat[c->tenant[to]] >= below)))
+            to++;
+        if (to == first)
+            break;
+        if (c->tenant[to] >= 0 &&
+            (rc = hx_store_announce(s, c->tenant[to], -1, err)) != 0)
+            return rc;
+        hx_clock_clear(c, i);
+        hx_clock_put(c, item, to);
+        if ((rc = hx_dev_copy(s->dev, hx_store_slot(s, to), hx_store_slot(s, i),
+                              s->record_bytes, err)) != 0 ||
+            (rc = hx_store_announce(s, item, to, err)) != 0)
+            return rc;
+    }
+    return 0;
+}
+
+/* Slots before first get those picked most of all tenants. */
+static int keep_hottest(hx_store *s, int32_t first, hx_err *err)
+{
+    const int heat = heat_of_most(&s->clock, first);
+    int rc;
+
+    if ((rc = change(s, first, heat + 1, heat, err)) != 0 ||
+        (rc = change(s, first, heat + 1, heat + 1, err)) != 0)
+        return rc;
+    return change(s, first, heat, heat, err);
+}
+
 /* Slots from first on lose their tenants. Nobody may be evicted while slots are lent: a layer
  * on its way may count on any resident. */
 static int lend_from(hx_store *s, int32_t first, hx_err *err)
@@ -62,6 +121,8 @@ static int lend_from(hx_store *s, int32_t first, hx_err *err)
 
     if (first >= s->clock.n_slot)
         return 0;
+    if ((rc = keep_hottest(s, first, err)) != 0)
+        return rc;
     for (int32_t i = first; i < s->clock.n_slot; i++) {
         const int32_t item = s->clock.tenant[i];
 

@@ -214,6 +214,60 @@ static void test_beside(void **state)
     hx_close(e);
 }
 
+/* Who is picked most keeps living in a slot when others are lent, his record with him. */
+static void test_hottest(void **state)
+{
+    const int32_t n_slot = n_all / 2, first = n_slot - 2 * n_all / 5;
+    int32_t at[MOST], token[30];
+    hx_event ev = { 0 };
+    hx_err err = { 0 };
+    hx_engine *e;
+
+    (void)state;
+    open_part(&e, n_slot + HX_AHEAD_SLOTS);
+    hx_stream *s = ask(e, 20, 30); /* whoever was on the way at first is there */
+    assert_int_equal(read_some(s, token, 30, &ev), 30);
+    while (ev.kind != HX_EV_DONE)
+        assert_int_equal(hx_next(s, &ev, 60000), 1);
+    hx_stream_free(s);
+    hx_store *st = e->model->store;
+    hx_clock *c = &st->clock;
+    uint8_t *record = hx_new(uint8_t, (int64_t)st->record_bytes);
+    int stay = 0, back = 0;
+
+    assert_int_equal(c->n_slot, n_slot);
+    assert_true(first >= 4);
+    for (int32_t i = 0; i < n_slot; i++) /* every third of both kinds, the last of all */
+        c->heat[c->tenant[i]] = i == n_slot - 1 ? 200
+                                : i % 3 == 0    ? 100
+                                                : (uint8_t)(i % 5);
+    for (int32_t i = 0; i < n_slot; i++)
+        stay += c->heat[c->tenant[i]] >= 100 && !hx_store_is_coming(st, i);
+    stay = HX_MIN(stay, first);
+    assert_int_equal(lend_from(st, first, &err), 0);
+    assert_int_equal(c->n_slot, first);
+    assert_int_equal(
+        hx_dev_get(st->dev, at, st->resident, sizeof *at * (size_t)c->n_item, &err), 0);
+    for (int64_t i = 0; i < c->n_item; i++) {
+        assert_true(c->slot[i] < first);
+        if (c->slot[i] >= 0 && hx_store_is_coming(st, c->slot[i]))
+            continue;
+        assert_int_equal(at[i], c->slot[i]);
+        if (c->slot[i] < 0)
+            continue;
+        assert_int_equal(c->tenant[c->slot[i]], i);
+        back += c->heat[i] >= 100;
+        assert_int_equal(hx_dev_get(st->dev, record, hx_store_slot(st, c->slot[i]),
+                                    st->record_bytes, &err),
+                         0);
+        assert_memory_equal(record, st->home[i], st->record_bytes);
+    }
+    print_message("           %d of those picked most live in %d slots\n", back, first);
+    assert_int_equal(back, stay);
+    hx_free(record);
+    hx_close(e);
+}
+
 /* Those that the prompt picked most have the slots that it gives back. */
 static void test_prompts_own(void **state)
 {
@@ -287,13 +341,13 @@ static void test_cancel(void **state)
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_same_bits),
-        cmocka_unit_test(test_beside),
-        cmocka_unit_test(test_prompts_own),
+        cmocka_unit_test(test_same_bits), cmocka_unit_test(test_beside),
+        cmocka_unit_test(test_hottest),   cmocka_unit_test(test_prompts_own),
         cmocka_unit_test(test_cancel),
     };
     const struct CMUnitTest gpu[] = {
         cmocka_unit_test(test_same_bits),
+        cmocka_unit_test(test_hottest),
         cmocka_unit_test(test_cancel),
     };
 

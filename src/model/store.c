@@ -356,6 +356,14 @@ static int settle(hx_store *s, hx_err *err)
     return 0;
 }
 
+bool hx_store_is_coming(const hx_store *s, int32_t slot)
+{
+    for (int i = 0; i < s->n_move; i++)
+        if (s->move[i].slot == slot)
+            return true;
+    return false;
+}
+
 void hx_store_drop_moves(hx_store *s, int32_t first)
 {
     int n = 0;

@@ -150,6 +150,8 @@ int hx_store_push(hx_store *s, hx_buf to, const uint8_t *from, size_t bytes, hx_
 /* Starts moving an item into a slot; who was there is read from host memory from now on.
  * No operation that reads the slot may be on its way. */
 int hx_store_move_in(hx_store *s, int64_t item, int32_t slot, hx_err *err);
+/* Whether the slot's tenant is on the way there. */
+bool hx_store_is_coming(const hx_store *s, int32_t slot);
 /* Who is on the way to a slot from first on will not be announced. */
 void hx_store_drop_moves(hx_store *s, int32_t first);
 
