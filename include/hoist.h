@@ -342,12 +342,13 @@ int hx_score(hx_engine *e, const hx_score_args *a, hx_err *err);
 
 /* ---- kept prefixes ---------------------------------------------------- */
 
-/* Lets go of what a request with pin kept: its prompt. Errors: HX_EARG: there is none. */
+/* Lets go of what a request with pin kept: its prompt. Errors: HX_EARG: there is none;
+ * HX_EDEVICE: the engine makes no progress. */
 int hx_unpin(hx_engine *e, const int32_t *tokens, int64_t n, hx_err *err);
 
 /* Drops every kept prefix, pinned and on disk too, but for what running requests use.
- * Returns how many states went. */
-int64_t hx_forget(hx_engine *e);
+ * Returns how many states went, or HX_EDEVICE: the engine makes no progress. */
+int64_t hx_forget(hx_engine *e, hx_err *err);
 
 /* How many conversations of n_tokens can be kept so that each goes on without reading most
  * of itself again: with their pages in sequence memory, in host memory beside those, and on

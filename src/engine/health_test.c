@@ -166,6 +166,9 @@ static void test_stall(void **state)
     assert_non_null(strstr(a->end.err.msg, "no progress"));
     assert_int_equal(hx_submit(e, &r, &more, &err), HX_EDEVICE);
     assert_non_null(strstr(err.msg, "no progress"));
+    assert_int_equal(hx_forget(e, &err), HX_EDEVICE);
+    assert_int_equal(hx_unpin(e, r.tokens, r.n_tokens, &err), HX_EDEVICE);
+    assert_true(hx_now_us() - start < 5900000);
     wait_fault(e, "", 60000);
     hx_stream_free(s);
     ask(e, &(hx_request) { HELLO, .max_new = 5 }, a);

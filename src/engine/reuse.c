@@ -549,37 +549,57 @@ static int64_t answer(hx_engine *e, const asked *a)
     return n_pin;
 }
 
-/* Has the engine thread answer a. */
-static void ask(hx_engine *e, asked *a)
+/* Under lock: a is nobody's any more. False where the engine thread has it. */
+static bool take_back(hx_reuse *r, const asked *a)
+{
+    for (asked **at = &r->first; *at != NULL; at = &(*at)->next)
+        if (*at == a) {
+            *at = a->next;
+            return true;
+        }
+    return false;
+}
+
+/* Has the engine thread answer a, unless it hangs. */
+static int ask(hx_engine *e, asked *a, hx_err *err)
 {
     hx_reuse *r = e->reuse;
+    struct timespec until;
+    int rc = 0;
 
     pthread_mutex_lock(&e->lock);
     a->next = r->first;
     r->first = a;
     atomic_store(&e->nudge, true);
     pthread_cond_signal(&e->wake);
-    while (!a->done)
-        pthread_cond_wait(&r->answered, &e->lock);
+    while (!a->done && rc == 0) {
+        clock_gettime(CLOCK_REALTIME, &until);
+        until.tv_sec++;
+        pthread_cond_timedwait(&r->answered, &e->lock, &until);
+        if (!a->done && atomic_load(&e->health.stalled) && take_back(r, a))
+            rc = hx_fail(err, HX_EDEVICE, "engine: %s", hx_health_fault(e, NULL));
+    }
     pthread_mutex_unlock(&e->lock);
+    return rc;
 }
 
 int hx_unpin(hx_engine *e, const int32_t *tokens, int64_t n, hx_err *err)
 {
     asked a = { .token = tokens, .n = n };
+    const int rc = ask(e, &a, err);
 
-    ask(e, &a);
-    return a.answer > 0 ? 0
-                        : hx_fail(err, HX_EARG, "no pinned prefix of these %lld tokens",
-                                  (long long)n);
+    return rc != 0 || a.answer > 0
+               ? rc
+               : hx_fail(err, HX_EARG, "no pinned prefix of these %lld tokens",
+                         (long long)n);
 }
 
-int64_t hx_forget(hx_engine *e)
+int64_t hx_forget(hx_engine *e, hx_err *err)
 {
     asked a = { .n = 0 };
+    const int rc = ask(e, &a, err);
 
-    ask(e, &a);
-    return a.answer;
+    return rc != 0 ? rc : a.answer;
 }
 
 void hx_reuse_tick(hx_engine *e)

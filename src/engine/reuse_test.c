@@ -269,14 +269,14 @@ static void test_store_pin_forget(void **state)
     ask(e, t, 600, 5, a);
     assert_true(a->end.cached < 600);
     assert_int_equal(a->end.miss, HX_MISS_EVICTED);
-    assert_true(hx_forget(e) > 0);
+    assert_true(hx_forget(e, NULL) > 0);
     hx_get_status(e, &st);
     ask(e, t, 600, 5, a);
     assert_int_equal(a->end.cached, 0);
     assert_int_equal(a->end.miss, HX_MISS_NEW);
-    assert_int_equal(hx_forget(e) > 0, 1);
+    assert_int_equal(hx_forget(e, NULL) > 0, 1);
     ask(e, t, 10, 1, a); /* figures are those of the last step */
-    hx_forget(e);
+    hx_forget(e, NULL);
     hx_get_status(e, &st);
     assert_int_equal(st.states, 0);
     assert_int_equal(st.pages_kept, 0);
@@ -360,7 +360,7 @@ static void preempt(hx_prefix mode, bool no_store)
     hx_stream_free(low[0]);
     hx_stream_free(low[1]);
     hx_free(rest);
-    hx_forget(e);
+    hx_forget(e, NULL);
     hx_get_status(e, &st);
     assert_int_equal(st.states, 0);
     assert_int_equal(st.pages_kept, 0);
@@ -412,7 +412,7 @@ static void test_cancel_parked(void **state)
     read_all(high, a);
     hx_stream_free(low);
     hx_stream_free(high);
-    hx_forget(e);
+    hx_forget(e, NULL);
     hx_get_status(e, &st);
     assert_int_equal(st.states, 0);
     assert_int_equal(st.ram_bytes, 0);
@@ -491,7 +491,7 @@ static void test_cancels(void **state)
            (long long)hx_counted(HX_C_preemptions_total));
     assert_int_equal(st.pages_used, 0);
     assert_int_equal(st.running + st.waiting, 0);
-    hx_forget(e);
+    hx_forget(e, NULL);
     hx_get_status(e, &st);
     assert_int_equal(st.states, 0);
     assert_int_equal(st.ram_bytes, 0);
@@ -589,7 +589,7 @@ static void restart_case(hx_kv kv, hx_kv other)
     ask(e, t, n - 33 - 57, 33, a);
     assert_int_equal(a->end.cached, 0);
     assert_same(a, b);
-    hx_forget(e);
+    hx_forget(e, NULL);
     hx_close(e);
     assert_int_equal(files_in_folder(true), 0);
     rmdir(folder);
@@ -677,7 +677,7 @@ static void test_disk_budgets(void **state)
             ask(e, t, 400, 8, a);
             assert_true(a->end.cached > 300);
         }
-        hx_forget(e);
+        hx_forget(e, NULL);
         hx_close(e);
         assert_int_equal(bytes_in_folder(dir), 0);
         rmdir(dir);
@@ -722,7 +722,7 @@ static void test_disk_of_other(void **state)
     e = open_with(&opt);
     ask(e, t, 400, 8, a);
     assert_int_equal(a->end.cached, 128);
-    hx_forget(e);
+    hx_forget(e, NULL);
     hx_close(e);
     rmdir(dir);
     hx_free(t);
@@ -791,7 +791,7 @@ static void test_failing_memory(void **state)
     printf("%lld requests without memory, %lld answers as they should be\n",
            (long long)n_bad, (long long)n_good);
     assert_true(n_bad > 10 && n_good > 10);
-    hx_forget(e);
+    hx_forget(e, NULL);
     hx_get_status(e, &st);
     assert_int_equal(st.states, 0);
     assert_int_equal(st.ram_bytes, 0);

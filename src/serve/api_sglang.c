@@ -685,10 +685,14 @@ int hx_sglang_server_info(hx_call *c)
 int hx_sglang_flush_cache(hx_call *c)
 {
     hx_sb b = { 0 };
+    hx_err err = { 0 };
+    const int64_t n = hx_forget(c->engine, &err);
 
+    if (n < 0)
+        return hx_server_problem_err(c, (int)n, NULL, &err);
     hx_sb_printf(&b,
                  "{\"success\":true,\"flushed_states\":%lld,\"message\":\"kept prefixes "
                  "are given up, but for what running requests use\"}",
-                 (long long)hx_forget(c->engine));
+                 (long long)n);
     return reply(c, &b);
 }
