@@ -379,6 +379,32 @@ static int read_tool_choice(hx_call *c, hx_generate *g)
                             "{\"type\":\"function\",\"function\":{\"name\":…}}");
 }
 
+/* What would change the answer, and is not done. */
+static int refuse_unsupported(hx_call *c)
+{
+    static const struct {
+        const char *name, *instead;
+    } fields[] = {
+        { "functions", "send them as tools" },
+        { "web_search_options", "search with a tool" },
+        { "audio", "answers are text" },
+    };
+    const hx_json *modes = hx_params_get(c->body, "modalities");
+
+    for (size_t i = 0; i < HX_LEN(fields); i++)
+        if (hx_params_get(c->body, fields[i].name) != NULL)
+            return hx_server_problem(c, 400, fields[i].name, "unsupported_value",
+                                     "%s: not supported; %s", fields[i].name,
+                                     fields[i].instead);
+    if (modes != NULL && !is_kind(modes, HX_JSON_ARRAY))
+        return hx_params_refuse(c, "modalities", modes, HX_JSON_ARRAY, "a list");
+    for (size_t i = 0; i < hx_json_len(modes); i++)
+        if (!hx_str_is(hx_json_str(hx_json_at(modes, i)), "text"))
+            return hx_params_refuse(c, "modalities", hx_json_at(modes, i), HX_JSON_STRING,
+                                    "\"text\": answers are text");
+    return 0;
+}
+
 static int read_tools(hx_call *c, hx_generate *g, hx_sb *b)
 {
     const hx_json *tools = hx_params_get(c->body, "tools");
@@ -386,12 +412,9 @@ static int read_tools(hx_call *c, hx_generate *g, hx_sb *b)
     size_t n;
     int rc;
 
-    if (hx_params_get(c->body, "functions") != NULL)
-        return hx_server_problem(c, 400, "functions", "unsupported_value",
-                                 "functions: not supported; send them as tools");
     if (tools != NULL && !is_kind(tools, HX_JSON_ARRAY))
         return hx_params_refuse(c, "tools", tools, HX_JSON_ARRAY, "a list");
-    if ((rc = read_tool_choice(c, g)) != 0 ||
+    if ((rc = refuse_unsupported(c)) != 0 || (rc = read_tool_choice(c, g)) != 0 ||
         (rc = hx_params_bool(c, c->body, "parallel_tool_calls", &parallel)) != 0)
         return rc;
     g->one_call = !parallel;
