@@ -42,6 +42,7 @@ check too_small_cache 1 'the budget is' "$hoist" run $demo -p Hello! --cache 1MB
 check bench 0 'decode, 1 stream' "$hoist" bench decode $demo -n 8 --streams 1 --json "$tmp/bench.json"
 check bench_serve 0 'crowd|streams: throughput' "$hoist" bench serve $demo --ctx 1024 --streams 4 --mixes cancels,crowd
 check bench_newcomer 0 'newcomer: rate they keep' "$hoist" bench serve $demo --ctx 4096 --streams 4 -n 2000 --mixes newcomer
+check park_disk 2 'park-disk without --park-dir' "$hoist" serve $demo --park-disk 1GiB
 check bench_mixes 2 'mixes is "crowds", expected' "$hoist" bench serve $demo --mixes crowds
 check bench_follow 0 'the same again, kept' "$hoist" bench serve $demo --ctx 2048 -n 200 --mixes follow
 check bench_json 0 'tok/s' cat "$tmp/bench.json"

@@ -761,6 +761,10 @@ static int run_command(int argc, char **argv)
                 c.prefix);
         return 2;
     }
+    if (c.park_disk > 0 && c.park_dir == NULL) {
+        fprintf(stderr, "hoist: --park-disk without --park-dir, the folder it is for\n");
+        return 2;
+    }
     if (c.model == NULL && c.what != NULL && strcmp(c.what, "trace") == 0) {
         fprintf(
             stderr,
