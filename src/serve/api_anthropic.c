@@ -63,16 +63,6 @@ typedef struct {
     char at[96]; /* what is in hand: "messages[3].content[0]" */
 } reader;
 
-static bool is_kind(const hx_json *j, hx_json_type k)
-{
-    return hx_json_kind(j) == k;
-}
-
-static int no_memory(hx_call *c)
-{
-    return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
-}
-
 static int refuse_at(reader *d, const char *field, const hx_json *found,
                      hx_json_type wanted, const char *expected)
 {
@@ -196,7 +186,7 @@ static int refuse_block(reader *d, const hx_json *block)
     const hx_str type = type_of(block);
     char why[160];
 
-    if (!is_kind(block, HX_JSON_OBJECT))
+    if (hx_json_kind(block) != HX_JSON_OBJECT)
         return refuse_at(d, "", block, HX_JSON_OBJECT, "a block with a type");
     if (type.p == NULL)
         return refuse_at(d, ".type", hx_json_get(block, "type"), HX_JSON_STRING,
@@ -216,7 +206,7 @@ static int read_block(reader *d, const hx_json *block, hx_sb *text)
         t = hx_json_get(source, "data");
     else if (!hx_str_is(type, "text"))
         return refuse_block(d, block);
-    if (!is_kind(t, HX_JSON_STRING))
+    if (hx_json_kind(t) != HX_JSON_STRING)
         return refuse_at(d, ".text", t, HX_JSON_STRING, "a string");
     join(text, hx_json_str(t));
     return 0;
@@ -228,11 +218,11 @@ static int read_text(reader *d, const hx_json *content, hx_sb *text)
     char at[sizeof d->at];
     int rc = 0;
 
-    if (is_kind(content, HX_JSON_STRING)) {
+    if (hx_json_kind(content) == HX_JSON_STRING) {
         join(text, hx_json_str(content));
         return 0;
     }
-    if (!is_kind(content, HX_JSON_ARRAY))
+    if (hx_json_kind(content) != HX_JSON_ARRAY)
         return refuse_at(d, "", content, HX_JSON_STRING, "a string or a list of blocks");
     memcpy(at, d->at, sizeof at);
     for (size_t i = 0; rc == 0 && i < hx_json_len(content); i++) {
@@ -250,18 +240,18 @@ static int take_system(reader *d)
     int rc = 0;
 
     snprintf(d->at, sizeof d->at, "system");
-    if (is_kind(system, HX_JSON_ARRAY)) {
+    if (hx_json_kind(system) == HX_JSON_ARRAY) {
         for (size_t i = 0; rc == 0 && i < hx_json_len(system); i++) {
             const hx_json *block = hx_json_at(system, i), *t = hx_json_get(block, "text");
 
             snprintf(d->at, sizeof d->at, "system[%zu]", i);
-            if (hx_str_is(type_of(block), "text") && is_kind(t, HX_JSON_STRING))
+            if (hx_str_is(type_of(block), "text") && hx_json_kind(t) == HX_JSON_STRING)
                 join(&text, without_billing(hx_json_str(t)));
             else
                 rc = refuse_at(d, "", block, HX_JSON_OBJECT,
                                "{\"type\":\"text\",\"text\":…}");
         }
-    } else if (is_kind(system, HX_JSON_STRING)) {
+    } else if (hx_json_kind(system) == HX_JSON_STRING) {
         join(&text, without_billing(hx_json_str(system)));
     } else if (system != NULL) {
         rc =
@@ -280,7 +270,7 @@ static bool put_references(reader *d, hx_str id, const hx_json *content)
     hx_sb b = { 0 };
     hx_json *parts = NULL;
 
-    if (!is_kind(content, HX_JSON_ARRAY) || hx_json_len(content) == 0)
+    if (hx_json_kind(content) != HX_JSON_ARRAY || hx_json_len(content) == 0)
         return false;
     for (size_t i = 0; i < hx_json_len(content); i++) {
         const hx_json *block = hx_json_at(content, i);
@@ -329,7 +319,7 @@ static int take_user(reader *d, const char *role, const hx_json *content)
     char at[sizeof d->at];
     int rc = 0;
 
-    if (is_kind(content, HX_JSON_STRING)) {
+    if (hx_json_kind(content) == HX_JSON_STRING) {
         hx_turns_say(&d->turns, role, hx_json_str(content));
         return 0;
     }
@@ -358,7 +348,7 @@ static int take_thinking(reader *d, const hx_json *block)
     const hx_str given = hx_json_str(hx_json_get(block, "signature"));
     char ours[24];
 
-    if (!is_kind(thinking, HX_JSON_STRING))
+    if (hx_json_kind(thinking) != HX_JSON_STRING)
         return refuse_at(d, ".thinking", thinking, HX_JSON_STRING, "a string");
     sign(hx_json_str(thinking), ours);
     if (given.n >= 6 && memcmp(given.p, ours, 6) == 0 && !hx_str_is(given, ours))
@@ -375,9 +365,9 @@ static int take_use(reader *d, const hx_json *block)
                   *input = hx_json_get(block, "input");
     hx_sb args = { 0 };
 
-    if (!is_kind(name, HX_JSON_STRING))
+    if (hx_json_kind(name) != HX_JSON_STRING)
         return refuse_at(d, ".name", name, HX_JSON_STRING, "a string");
-    if (input != NULL && !is_kind(input, HX_JSON_OBJECT))
+    if (input != NULL && hx_json_kind(input) != HX_JSON_OBJECT)
         return refuse_at(d, ".input", input, HX_JSON_OBJECT, "an object");
     if (input != NULL)
         hx_json_write(&args, input);
@@ -394,7 +384,7 @@ static int take_assistant(reader *d, const hx_json *content)
     char at[sizeof d->at];
     int rc = 0;
 
-    if (is_kind(content, HX_JSON_STRING)) {
+    if (hx_json_kind(content) == HX_JSON_STRING) {
         hx_turns_assistant(&d->turns, hx_json_str(content));
         return 0;
     }
@@ -425,12 +415,12 @@ static int take_message(reader *d, const hx_json *m, size_t i, bool last)
     const bool user = hx_str_is(role, "user"), system = hx_str_is(role, "system");
 
     snprintf(d->at, sizeof d->at, "messages[%zu]", i);
-    if (!is_kind(m, HX_JSON_OBJECT))
+    if (hx_json_kind(m) != HX_JSON_OBJECT)
         return refuse_at(d, "", m, HX_JSON_OBJECT, "an object");
     if (!user && !system && !hx_str_is(role, "assistant"))
         return refuse_at(d, ".role", hx_json_get(m, "role"), HX_JSON_STRING,
                          "user, assistant or system");
-    if (!is_kind(content, HX_JSON_STRING) && !is_kind(content, HX_JSON_ARRAY))
+    if (hx_json_kind(content) != HX_JSON_STRING && hx_json_kind(content) != HX_JSON_ARRAY)
         return refuse_at(d, ".content", content, HX_JSON_STRING,
                          "a string or a list of blocks");
     if (user || system)
@@ -448,7 +438,7 @@ static int take_messages(reader *d)
     const size_t n = hx_json_len(list);
     int rc = 0;
 
-    if (!is_kind(list, HX_JSON_ARRAY) || n == 0)
+    if (hx_json_kind(list) != HX_JSON_ARRAY || n == 0)
         return hx_server_problem(
             d->c, 400, "messages",
             list == NULL ? "missing_required_parameter" : "invalid_type",
@@ -483,7 +473,7 @@ static int put_tools(reader *d, const hx_json *tools)
         if (hx_json_str(hx_json_get(t, "name")).n == 0)
             return refuse_at(d, ".name", hx_json_get(t, "name"), HX_JSON_STRING,
                              "a string that is not empty");
-        if (!is_kind(hx_json_get(t, "input_schema"), HX_JSON_OBJECT))
+        if (hx_json_kind(hx_json_get(t, "input_schema")) != HX_JSON_OBJECT)
             return refuse_at(d, ".input_schema", hx_json_get(t, "input_schema"),
                              HX_JSON_OBJECT, "an object");
         hx_sb_str(b, n++ > 0 ? "," : ",\"tools\":[");
@@ -502,14 +492,6 @@ static int put_tools(reader *d, const hx_json *tools)
     if (n > 0)
         hx_sb_char(b, ']');
     return 0;
-}
-
-static bool has_tool(const hx_json *tools, hx_str name)
-{
-    for (size_t i = 0; i < hx_json_len(tools); i++)
-        if (hx_str_eq(hx_json_str(hx_json_get(hx_json_at(tools, i), "name")), name))
-            return true;
-    return false;
 }
 
 static int take_choice(reader *d, const hx_json *tools)
@@ -532,7 +514,7 @@ static int take_choice(reader *d, const hx_json *tools)
     if (i == HX_LEN(choices))
         return hx_params_refuse(d->c, "tool_choice.type", hx_json_get(choice, "type"),
                                 HX_JSON_STRING, "auto, any, tool or none");
-    if (choices[i].to == NULL && !has_tool(tools, name))
+    if (choices[i].to == NULL && !hx_toolset_has(tools, name))
         return hx_params_refuse(d->c, "tool_choice.name", hx_json_get(choice, "name"),
                                 HX_JSON_STRING, "the name of one of the tools");
     if (choices[i].to != NULL) {
@@ -584,7 +566,7 @@ static int take_output(reader *d)
     const hx_json *format = hx_params_get(config, "format");
     hx_sb *b = &d->turns.b;
 
-    if (config != NULL && !is_kind(config, HX_JSON_OBJECT))
+    if (config != NULL && hx_json_kind(config) != HX_JSON_OBJECT)
         return hx_server_problem(d->c, 400, "output_config", "invalid_type",
                                  "output_config: found %s, expected an object",
                                  hx_json_kind_name(config));
@@ -611,7 +593,7 @@ static int read_conversation(reader *d)
     for (size_t i = 0; i < HX_LEN(lists); i++) {
         const hx_json *list = hx_params_get(d->c->body, lists[i]);
 
-        if (list != NULL && !is_kind(list, HX_JSON_ARRAY))
+        if (list != NULL && hx_json_kind(list) != HX_JSON_ARRAY)
             return hx_server_problem(d->c, 400, lists[i], "invalid_type",
                                      "%s: found %s, expected a list", lists[i],
                                      hx_json_kind_name(list));
@@ -885,7 +867,7 @@ static int make(hx_call *c, message **out)
 
     *out = m;
     if (m == NULL)
-        return no_memory(c);
+        return hx_server_no_memory(c);
     *m = (message) { .c = c, .req = { .chat = true } };
     return read_request(m);
 }

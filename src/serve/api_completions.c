@@ -40,12 +40,6 @@ typedef struct {
     hx_openai_sum sum;
 } completion;
 
-static int no_memory(hx_call *c, const char *param)
-{
-    return hx_server_problem(c, 413, param, "request_too_large",
-                             "%s: too large for the memory of a request", param);
-}
-
 /* ---- log-probabilities -------------------------------------------------- */
 
 /* A token as a JSON string. Part of a character is spelled bytes:\xe2\x80, as OpenAI did.
@@ -155,7 +149,7 @@ static int score_prompt(completion *t, int32_t i)
     int rc;
 
     if (logprob == NULL || top == NULL)
-        return no_memory(c, "prompt");
+        return hx_server_too_large(c, "prompt");
     if ((rc = hx_score(c->engine, &a, &err)) != 0)
         return hx_server_problem_err(c, rc, "prompt", &err);
     for (int32_t k = i * t->req.n; k < (i + 1) * t->req.n; k++) {
@@ -450,14 +444,14 @@ int hx_completions(hx_call *c)
     int rc;
 
     if (t == NULL)
-        return no_memory(c, "prompt");
+        return hx_server_too_large(c, "prompt");
     *t = (completion) { .c = c };
     if ((rc = read_fields(t)) != 0 || (rc = hx_gen_check(c, &t->req)) != 0)
         return rc;
     t->n_choice = t->req.n_prompt * t->req.n;
     if ((t->choice =
              hx_arena_alloc(&c->arena, (size_t)t->n_choice * sizeof *t->choice)) == NULL)
-        return no_memory(c, "prompt");
+        return hx_server_too_large(c, "prompt");
     c->state = t;
     return t->req.echo && t->logprobs
                ? hx_server_defer(c, score_and_answer, t->req.stream)

@@ -190,7 +190,7 @@ static int open_embedding(hx_call *c, embedding **out)
 {
     *out = hx_arena_alloc(&c->arena, sizeof **out);
     if (*out == NULL)
-        return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
+        return hx_server_no_memory(c);
     (*out)->model = hx_server_model_name(c->server);
     return hx_params_str(c, c->body, "model", &(*out)->model);
 }
@@ -211,7 +211,7 @@ static int begin_embedding(hx_call *c, const char *param, int kinds, embedding *
     e->vector = hx_arena_alloc(&c->arena, (size_t)e->inputs.n * (size_t)c->info->width *
                                               sizeof *e->vector);
     if (e->vector == NULL)
-        return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
+        return hx_server_no_memory(c);
     c->state = e;
     return hx_server_defer(c, embed_all, false);
 }

@@ -27,11 +27,6 @@ typedef struct {
     hx_gen_event end;
 } ollama;
 
-static int no_memory(hx_call *c)
-{
-    return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
-}
-
 void hx_ollama_write_problem(hx_sb *b, const hx_problem *p)
 {
     hx_sb_str(b, "{\"error\":");
@@ -217,7 +212,7 @@ static int read_chat(ollama *o)
     rc = put_think(c, &b);
     hx_sb_char(&b, '}');
     if (rc == 0 && b.bad)
-        rc = no_memory(c);
+        rc = hx_server_no_memory(c);
     else if (rc == 0 &&
              (rc = hx_json_parse(&c->also, (hx_str) { b.p, b.n }, BODY_DEPTH, &err)) != 0)
         rc = hx_server_problem_err(c, rc, NULL, &err);
@@ -583,7 +578,7 @@ static int open_request(hx_call *c, bool message, ollama **out)
 
     *out = o;
     if (o == NULL)
-        return no_memory(c);
+        return hx_server_no_memory(c);
     *o = (ollama) { .c = c, .message = message };
     return read_request(o);
 }

@@ -12,11 +12,6 @@
 
 #define N_TOP_MAX 20
 
-static bool is_kind(const hx_json *j, hx_json_type k)
-{
-    return hx_json_kind(j) == k;
-}
-
 /* ---- messages to template variables ------------------------------------- */
 
 typedef struct {
@@ -78,7 +73,7 @@ static int put_part(const message *m, size_t j, const hx_json *part, hx_sb *text
     snprintf(at, sizeof at, ".content[%zu]", j);
     while (t < HX_LEN(part_types) && !hx_str_is(type, part_types[t].type))
         t++;
-    if (!is_kind(part, HX_JSON_STRING) && t == HX_LEN(part_types)) {
+    if (hx_json_kind(part) != HX_JSON_STRING && t == HX_LEN(part_types)) {
         char why[128];
 
         if (type.p == NULL)
@@ -88,13 +83,13 @@ static int put_part(const message *m, size_t j, const hx_json *part, hx_sb *text
                  "parts of type \"%.40s\" are not supported yet; only text is", type.p);
         return bad_message(m, at, why);
     }
-    if (!is_kind(part, HX_JSON_STRING))
+    if (hx_json_kind(part) != HX_JSON_STRING)
         value = hx_json_get(part, part_types[t].member);
-    if (!is_kind(value, HX_JSON_STRING)) {
+    if (hx_json_kind(value) != HX_JSON_STRING) {
         snprintf(at, sizeof at, ".content[%zu].%s", j, part_types[t].member);
         return refuse_at(m, at, value, HX_JSON_STRING, "a string");
     }
-    if (!is_kind(part, HX_JSON_STRING) && part_types[t].reasoning)
+    if (hx_json_kind(part) != HX_JSON_STRING && part_types[t].reasoning)
         text = reasoning;
     hx_sb_add(text, hx_json_str(value).p, hx_json_str(value).n);
     return 0;
@@ -108,17 +103,18 @@ static int put_content(const message *m, const hx_json *content, bool tool,
     hx_sb text = { 0 };
     int rc = 0;
 
-    if (tool && is_kind(content, HX_JSON_ARRAY) && hx_json_len(content) > 0 &&
+    if (tool && hx_json_kind(content) == HX_JSON_ARRAY && hx_json_len(content) > 0 &&
         is_tool_part(hx_json_at(content, 0))) {
         hx_sb_str(m->b, ",\"content\":");
         hx_json_write(m->b, content);
         return 0;
     }
-    if (is_kind(content, HX_JSON_STRING) || is_kind(content, HX_JSON_NULL)) {
+    if (hx_json_kind(content) == HX_JSON_STRING ||
+        hx_json_kind(content) == HX_JSON_NULL) {
         put_member(m->b, "content", hx_json_str(content));
         return 0;
     }
-    if (!is_kind(content, HX_JSON_ARRAY))
+    if (hx_json_kind(content) != HX_JSON_ARRAY)
         return refuse_at(m, ".content", content, HX_JSON_STRING,
                          "a string or a list of parts");
     for (size_t j = 0; rc == 0 && j < hx_json_len(content); j++)
@@ -136,17 +132,18 @@ static int put_arguments(const message *m, const char *at, const hx_json *args)
     const hx_str text = hx_json_str(args);
     hx_json *parsed = NULL;
 
-    if (args == NULL || is_kind(args, HX_JSON_NULL) ||
-        (is_kind(args, HX_JSON_STRING) && text.n == 0)) {
+    if (args == NULL || hx_json_kind(args) == HX_JSON_NULL ||
+        (hx_json_kind(args) == HX_JSON_STRING && text.n == 0)) {
         hx_sb_str(m->b, "{}");
         return 0;
     }
-    if (is_kind(args, HX_JSON_OBJECT)) {
+    if (hx_json_kind(args) == HX_JSON_OBJECT) {
         hx_json_write(m->b, args);
         return 0;
     }
-    if (!is_kind(args, HX_JSON_STRING) || hx_json_parse(&parsed, text, 64, NULL) != 0 ||
-        !is_kind(parsed, HX_JSON_OBJECT)) {
+    if (hx_json_kind(args) != HX_JSON_STRING ||
+        hx_json_parse(&parsed, text, 64, NULL) != 0 ||
+        hx_json_kind(parsed) != HX_JSON_OBJECT) {
         hx_json_free(parsed);
         return bad_message(
             m, at, "arguments: expected a JSON object, or a string that holds one");
@@ -160,7 +157,7 @@ static int put_calls(const message *m, const hx_json *calls)
 {
     int rc;
 
-    if (!is_kind(calls, HX_JSON_ARRAY))
+    if (hx_json_kind(calls) != HX_JSON_ARRAY)
         return refuse_at(m, ".tool_calls", calls, HX_JSON_ARRAY, "a list");
     hx_sb_str(m->b, ",\"tool_calls\":[");
     for (size_t j = 0; j < hx_json_len(calls); j++) {
@@ -169,10 +166,10 @@ static int put_calls(const message *m, const hx_json *calls)
         char at[64];
 
         snprintf(at, sizeof at, ".tool_calls[%zu].id", j);
-        if (id != NULL && !is_kind(id, HX_JSON_STRING))
+        if (id != NULL && hx_json_kind(id) != HX_JSON_STRING)
             return refuse_at(m, at, id, HX_JSON_STRING, "a string");
         snprintf(at, sizeof at, ".tool_calls[%zu].function.name", j);
-        if (!is_kind(name, HX_JSON_STRING))
+        if (hx_json_kind(name) != HX_JSON_STRING)
             return refuse_at(m, at, name, HX_JSON_STRING, "a string");
         snprintf(at, sizeof at, ".tool_calls[%zu].function", j);
         hx_sb_str(m->b, j > 0 ? ",{\"type\":\"function\"" : "{\"type\":\"function\"");
@@ -194,7 +191,7 @@ static int put_function_call(const message *m, const hx_json *call)
 {
     int rc;
 
-    if (!is_kind(hx_json_get(call, "name"), HX_JSON_STRING))
+    if (hx_json_kind(hx_json_get(call, "name")) != HX_JSON_STRING)
         return refuse_at(m, ".function_call.name", hx_json_get(call, "name"),
                          HX_JSON_STRING, "a string");
     hx_sb_str(m->b, ",\"tool_calls\":[{\"type\":\"function\",\"function\":{\"name\":");
@@ -215,13 +212,13 @@ static int put_assistant(const message *m, const hx_json *j, const hx_sb *parts)
 
     if (reasoning == NULL)
         reasoning = hx_params_get(j, "reasoning");
-    if (reasoning != NULL && !is_kind(reasoning, HX_JSON_STRING))
+    if (reasoning != NULL && hx_json_kind(reasoning) != HX_JSON_STRING)
         return refuse_at(m, ".reasoning_content", reasoning, HX_JSON_STRING, "a string");
     if (reasoning != NULL)
         put_member(m->b, "reasoning_content", hx_json_str(reasoning));
     else if (parts->n > 0)
         put_member(m->b, "reasoning_content", (hx_str) { parts->p, parts->n });
-    if (calls != NULL && (hx_json_len(calls) > 0 || !is_kind(calls, HX_JSON_ARRAY)))
+    if (calls != NULL && (hx_json_len(calls) > 0 || hx_json_kind(calls) != HX_JSON_ARRAY))
         return put_calls(m, calls);
     return old != NULL ? put_function_call(m, old) : 0;
 }
@@ -233,7 +230,7 @@ static int take_name(const message *m, const hx_json *j, const char *name, hx_st
 
     *out = hx_json_str(v);
     snprintf(at, sizeof at, ".%s", name);
-    return v == NULL || is_kind(v, HX_JSON_STRING)
+    return v == NULL || hx_json_kind(v) == HX_JSON_STRING
                ? 0
                : refuse_at(m, at, v, HX_JSON_STRING, "a string");
 }
@@ -252,7 +249,7 @@ static int put_message(const message *m, const hx_json *j)
     size_t r = 0;
     int rc;
 
-    if (!is_kind(j, HX_JSON_OBJECT))
+    if (hx_json_kind(j) != HX_JSON_OBJECT)
         return refuse_at(m, "", j, HX_JSON_OBJECT, "an object");
     while (r < HX_LEN(roles) && !hx_str_is(role, roles[r].from))
         r++;
@@ -281,7 +278,7 @@ static int put_messages(hx_call *c, hx_sb *b)
     message m = { c, b, 0 };
     int rc;
 
-    if (!is_kind(list, HX_JSON_ARRAY) || hx_json_len(list) == 0)
+    if (hx_json_kind(list) != HX_JSON_ARRAY || hx_json_len(list) == 0)
         return hx_params_refuse(c, "messages", list, HX_JSON_ARRAY,
                                 "a list of at least one message");
     hx_sb_str(b, "\"messages\":[");
@@ -305,7 +302,7 @@ static int put_tools(hx_call *c, const hx_json *tools, hx_sb *b, size_t *n)
         char param[64];
 
         snprintf(param, sizeof param, "tools[%zu].type", i);
-        if (type != NULL && !is_kind(type, HX_JSON_STRING))
+        if (type != NULL && hx_json_kind(type) != HX_JSON_STRING)
             return hx_params_refuse(c, param, type, HX_JSON_STRING, "a string");
         if (type != NULL && !hx_str_is(hx_json_str(type), "function"))
             continue;
@@ -314,7 +311,7 @@ static int put_tools(hx_call *c, const hx_json *tools, hx_sb *b, size_t *n)
             return hx_params_refuse(c, param, name, HX_JSON_STRING,
                                     "a string that is not empty");
         snprintf(param, sizeof param, "tools[%zu].function.description", i);
-        if (about != NULL && !is_kind(about, HX_JSON_STRING))
+        if (about != NULL && hx_json_kind(about) != HX_JSON_STRING)
             return hx_params_refuse(c, param, about, HX_JSON_STRING, "a string");
         hx_sb_str(b, (*n)++ > 0 ? "," : ",\"tools\":[");
         hx_json_write(b, t);
@@ -333,7 +330,7 @@ static int allow_tools(hx_call *c, hx_generate *g, const hx_json *choice)
     const hx_str mode =
         hx_json_str(hx_params_get(inner != NULL ? inner : choice, "mode"));
 
-    if (!is_kind(list, HX_JSON_ARRAY))
+    if (hx_json_kind(list) != HX_JSON_ARRAY)
         return hx_params_refuse(c, "tool_choice.allowed_tools.tools", list, HX_JSON_ARRAY,
                                 "a list");
     g->allowed = list;
@@ -355,7 +352,7 @@ static int read_tool_choice(hx_call *c, hx_generate *g)
     const hx_json *choice = hx_params_get(c->body, "tool_choice");
     const hx_json *function = hx_params_get(choice, "function");
     const hx_str type = hx_json_str(
-        is_kind(choice, HX_JSON_OBJECT) ? hx_params_get(choice, "type") : choice);
+        hx_json_kind(choice) == HX_JSON_OBJECT ? hx_params_get(choice, "type") : choice);
 
     if (choice == NULL)
         return 0;
@@ -373,8 +370,8 @@ static int read_tool_choice(hx_call *c, hx_generate *g)
             return 0;
         }
     return hx_params_refuse(c, "tool_choice", choice,
-                            is_kind(choice, HX_JSON_OBJECT) ? HX_JSON_OBJECT
-                                                            : HX_JSON_STRING,
+                            hx_json_kind(choice) == HX_JSON_OBJECT ? HX_JSON_OBJECT
+                                                                   : HX_JSON_STRING,
                             "\"auto\", \"none\", \"required\" or "
                             "{\"type\":\"function\",\"function\":{\"name\":…}}");
 }
@@ -396,7 +393,7 @@ static int refuse_unsupported(hx_call *c)
             return hx_server_problem(c, 400, fields[i].name, "unsupported_value",
                                      "%s: not supported; %s", fields[i].name,
                                      fields[i].instead);
-    if (modes != NULL && !is_kind(modes, HX_JSON_ARRAY))
+    if (modes != NULL && hx_json_kind(modes) != HX_JSON_ARRAY)
         return hx_params_refuse(c, "modalities", modes, HX_JSON_ARRAY, "a list");
     for (size_t i = 0; i < hx_json_len(modes); i++)
         if (!hx_str_is(hx_json_str(hx_json_at(modes, i)), "text"))
@@ -412,7 +409,7 @@ static int read_tools(hx_call *c, hx_generate *g, hx_sb *b)
     size_t n;
     int rc;
 
-    if (tools != NULL && !is_kind(tools, HX_JSON_ARRAY))
+    if (tools != NULL && hx_json_kind(tools) != HX_JSON_ARRAY)
         return hx_params_refuse(c, "tools", tools, HX_JSON_ARRAY, "a list");
     if ((rc = refuse_unsupported(c)) != 0 || (rc = read_tool_choice(c, g)) != 0 ||
         (rc = hx_params_bool(c, c->body, "parallel_tool_calls", &parallel)) != 0)
@@ -441,7 +438,7 @@ static int put_effort(hx_call *c, hx_generate *g, hx_sb *b)
     int rc;
 
     if ((rc = hx_params_thinking(c, g)) != 0 ||
-        (is_kind(reasoning, HX_JSON_OBJECT) &&
+        (hx_json_kind(reasoning) == HX_JSON_OBJECT &&
          (rc = hx_params_str(c, reasoning, "effort", &effort)) != 0) ||
         (rc = hx_params_str(c, c->body, "reasoning_effort", &effort)) != 0 ||
         effort.p == NULL)
@@ -469,7 +466,7 @@ static int put_kwargs(hx_call *c, hx_generate *g, hx_sb *b)
 
     if (kwargs == NULL)
         return 0;
-    if (!is_kind(kwargs, HX_JSON_OBJECT))
+    if (hx_json_kind(kwargs) != HX_JSON_OBJECT)
         return hx_server_problem(c, 400, "chat_template_kwargs", "invalid_type",
                                  "chat_template_kwargs: found %s, expected an object",
                                  hx_json_kind_name(kwargs));
@@ -1009,7 +1006,7 @@ int hx_openai_chat(hx_call *c)
     int rc;
 
     if (t == NULL)
-        return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
+        return hx_server_no_memory(c);
     *t = (chat) { .c = c, .req = { .chat = true } };
     if ((rc = hx_params_sampling(c, &t->req)) != 0 ||
         (rc = read_logprobs(c, &t->req.sampling)) != 0 ||
@@ -1023,7 +1020,7 @@ int hx_openai_chat(hx_call *c)
                                  "%s: 0, expected at least 1", most);
     if ((t->choice = hx_arena_alloc(&c->arena, (size_t)t->req.n * sizeof *t->choice)) ==
         NULL)
-        return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
+        return hx_server_no_memory(c);
     if ((rc = hx_gen_open(&gen, c, &t->req)) != 0)
         return rc;
     hx_server_new_id(c->server, "chatcmpl-", t->id);

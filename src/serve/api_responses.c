@@ -62,16 +62,6 @@ typedef struct {
     char at[96];   /* the item in hand: "input[3]" */
 } reader;
 
-static bool is_kind(const hx_json *j, hx_json_type k)
-{
-    return hx_json_kind(j) == k;
-}
-
-static int no_memory(hx_call *c)
-{
-    return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
-}
-
 static int refuse_at(reader *d, const char *field, const hx_json *found,
                      hx_json_type wanted, const char *expected)
 {
@@ -98,11 +88,11 @@ static int read_text(reader *d, const char *field, const hx_json *j, hx_sb *out)
                                          "summary_text", "reasoning_text" };
     char at[48], why[160];
 
-    if (is_kind(j, HX_JSON_STRING)) {
+    if (hx_json_kind(j) == HX_JSON_STRING) {
         hx_sb_add(out, hx_json_str(j).p, hx_json_str(j).n);
         return 0;
     }
-    if (!is_kind(j, HX_JSON_ARRAY))
+    if (hx_json_kind(j) != HX_JSON_ARRAY)
         return refuse_at(d, field, j, HX_JSON_STRING, "a string or a list of parts");
     for (size_t i = 0; i < hx_json_len(j); i++) {
         const hx_json *part = hx_json_at(j, i);
@@ -123,7 +113,7 @@ static int read_text(reader *d, const char *field, const hx_json *j, hx_sb *out)
             return bad(d, at, why);
         }
         snprintf(at, sizeof at, "%s[%zu].%s", field, i, refusal ? "refusal" : "text");
-        if (!is_kind(text, HX_JSON_STRING))
+        if (hx_json_kind(text) != HX_JSON_STRING)
             return refuse_at(d, at, text, HX_JSON_STRING, "a string");
         hx_sb_add(out, hx_json_str(text).p, hx_json_str(text).n);
     }
@@ -190,8 +180,8 @@ static int take_call(reader *d, const hx_json *item)
     if (name.p == NULL)
         return refuse_at(d, ".name", hx_json_get(item, "name"), HX_JSON_STRING,
                          "a string");
-    ok = args.n == 0 ||
-         (hx_json_parse(&parsed, args, 0, NULL) == 0 && is_kind(parsed, HX_JSON_OBJECT));
+    ok = args.n == 0 || (hx_json_parse(&parsed, args, 0, NULL) == 0 &&
+                         hx_json_kind(parsed) == HX_JSON_OBJECT);
     hx_json_free(parsed);
     if (!ok || (args.p == NULL && hx_params_get(item, "arguments") != NULL))
         return refuse_at(d, ".arguments", hx_json_get(item, "arguments"), HX_JSON_STRING,
@@ -210,7 +200,7 @@ static int take_custom_call(reader *d, const hx_json *item)
     if (name.p == NULL)
         return refuse_at(d, ".name", hx_json_get(item, "name"), HX_JSON_STRING,
                          "a string");
-    if (!is_kind(input, HX_JSON_STRING))
+    if (hx_json_kind(input) != HX_JSON_STRING)
         return refuse_at(d, ".input", input, HX_JSON_STRING, "a string");
     hx_sb_str(&args, "{\"input\":");
     hx_json_put_str(&args, hx_json_str(input));
@@ -228,9 +218,9 @@ static int take_output(reader *d, const hx_json *item)
     hx_sb text = { 0 };
     int rc = 0;
 
-    if (is_kind(output, HX_JSON_OBJECT))
+    if (hx_json_kind(output) == HX_JSON_OBJECT)
         hx_json_write(&text, output);
-    else if (!is_kind(output, HX_JSON_NULL))
+    else if (hx_json_kind(output) != HX_JSON_NULL)
         rc = read_text(d, ".output", output, &text);
     if (rc == 0)
         hx_turns_result(&d->turns, hx_json_str(hx_json_get(item, "call_id")), NULL,
@@ -294,7 +284,7 @@ static int take_item(reader *d, const hx_json *item)
 {
     const item_kind *k = find_kind(item);
 
-    if (!is_kind(item, HX_JSON_OBJECT))
+    if (hx_json_kind(item) != HX_JSON_OBJECT)
         return refuse_at(d, "", item, HX_JSON_OBJECT, "an object");
     return k->run != NULL ? k->run(d, item) : 0;
 }
@@ -306,7 +296,7 @@ static void write_content(hx_sb *b, const hx_json *item, const hx_json *content)
 {
     const bool said = hx_str_is(hx_json_str(hx_json_get(item, "role")), "assistant");
 
-    if (!is_kind(content, HX_JSON_STRING)) {
+    if (hx_json_kind(content) != HX_JSON_STRING) {
         hx_json_write(b, content);
         return;
     }
@@ -348,7 +338,7 @@ static int keep_item(reader *d, const hx_json *item)
     kept->json = (hx_str) { b.bad ? NULL : hx_arena_dup(&d->c->arena, b.p, b.n), b.n };
     hx_sb_free(&b);
     d->n_input++;
-    return kept->id.p != NULL && kept->json.p != NULL ? 0 : no_memory(d->c);
+    return kept->id.p != NULL && kept->json.p != NULL ? 0 : hx_server_no_memory(d->c);
 }
 
 /* ---- input ------------------------------------------------------------------ */
@@ -365,7 +355,7 @@ static int take_kept(reader *d, const hx_sb *items, bool keep)
     hx_sb_char(&b, ']');
     if (items->bad || b.bad ||
         hx_json_parse(&list, (hx_str) { b.p, b.n }, 160, NULL) != 0)
-        rc = no_memory(d->c);
+        rc = hx_server_no_memory(d->c);
     for (size_t i = 0; rc == 0 && i < hx_json_len(list); i++)
         if ((rc = take_item(d, hx_json_at(list, i))) == 0 && keep)
             rc = keep_item(d, hx_json_at(list, i));
@@ -393,7 +383,7 @@ static int take_previous(reader *d)
     else if (rc == HX_EBUSY)
         rc = bad(d, "", "that response still runs");
     else if (rc != 0)
-        rc = no_memory(d->c);
+        rc = hx_server_no_memory(d->c);
     else
         rc = take_kept(d, &items, false);
     hx_sb_free(&items);
@@ -432,7 +422,7 @@ static int take_string(reader *d, hx_str text)
     kept->id = (hx_str) { hx_arena_dup(&d->c->arena, id, strlen(id)), strlen(id) };
     kept->json = (hx_str) { b.bad ? NULL : hx_arena_dup(&d->c->arena, b.p, b.n), b.n };
     hx_sb_free(&b);
-    return kept->id.p != NULL && kept->json.p != NULL ? 0 : no_memory(d->c);
+    return kept->id.p != NULL && kept->json.p != NULL ? 0 : hx_server_no_memory(d->c);
 }
 
 static int take_list(reader *d, const hx_json *input)
@@ -468,19 +458,19 @@ static int take_input(reader *d)
 
     if ((rc = hx_params_str(d->c, d->c->body, "instructions", &instructions)) != 0)
         return rc;
-    if (!is_kind(input, HX_JSON_STRING) &&
-        (!is_kind(input, HX_JSON_ARRAY) ||
+    if (hx_json_kind(input) != HX_JSON_STRING &&
+        (hx_json_kind(input) != HX_JSON_ARRAY ||
          (n == 0 && hx_params_get(d->c->body, "previous_response_id") == NULL)))
         return hx_params_refuse(d->c, "input", input, HX_JSON_ARRAY,
                                 "a string or a list of at least one item");
     if ((d->input = hx_arena_alloc(&d->c->arena, (n + 1) * sizeof *d->input)) == NULL)
-        return no_memory(d->c);
+        return hx_server_no_memory(d->c);
     if (instructions.n > 0)
         hx_turns_say(&d->turns, "system", instructions);
     if ((rc = take_previous(d)) != 0)
         return rc;
-    return is_kind(input, HX_JSON_STRING) ? take_string(d, hx_json_str(input))
-                                          : take_list(d, input);
+    return hx_json_kind(input) == HX_JSON_STRING ? take_string(d, hx_json_str(input))
+                                                 : take_list(d, input);
 }
 
 /* ---- tools -------------------------------------------------------------------- */
@@ -530,7 +520,7 @@ static int note_tool(reader *d, const hx_responses_tool *t)
             hx_arena_alloc(&d->c->arena, (r->n_tool + 16) * sizeof *grown);
 
         if (grown == NULL)
-            return no_memory(d->c);
+            return hx_server_no_memory(d->c);
         if (r->n_tool > 0)
             memcpy(grown, r->tool, r->n_tool * sizeof *grown);
         r->tool = grown;
@@ -547,7 +537,7 @@ static int take_tool(reader *d, const hx_json *tool, hx_str space)
                             .space = space,
                             .custom = hx_str_is(type, "custom") };
 
-    if (!is_kind(tool, HX_JSON_OBJECT))
+    if (hx_json_kind(tool) != HX_JSON_OBJECT)
         return refuse_at(d, "", tool, HX_JSON_OBJECT, "an object");
     if (!t.custom && !hx_str_is(type, "function"))
         return 0;
@@ -556,7 +546,7 @@ static int take_tool(reader *d, const hx_json *tool, hx_str space)
                          "a string that is not empty");
     t.shown = join_names(d->c, space, t.name);
     if (t.shown.p == NULL)
-        return no_memory(d->c);
+        return hx_server_no_memory(d->c);
     put_tool(d, tool, t.shown, t.custom);
     return t.custom || space.n > 0 ? note_tool(d, &t) : 0;
 }
@@ -565,7 +555,7 @@ static int take_tools(reader *d, const hx_json *tools)
 {
     int rc = 0;
 
-    if (tools != NULL && !is_kind(tools, HX_JSON_ARRAY))
+    if (tools != NULL && hx_json_kind(tools) != HX_JSON_ARRAY)
         return hx_server_problem(d->c, 400, "tools", "invalid_type",
                                  "tools: found %s, expected a list",
                                  hx_json_kind_name(tools));
@@ -586,14 +576,6 @@ static int take_tools(reader *d, const hx_json *tools)
     return rc;
 }
 
-static bool has_tool(const hx_json *tools, hx_str name)
-{
-    for (size_t i = 0; i < hx_json_len(tools); i++)
-        if (hx_str_eq(hx_json_str(hx_json_get(hx_json_at(tools, i), "name")), name))
-            return true;
-    return false;
-}
-
 /* To the model a custom tool is a function, too. */
 static void put_named(hx_sb *b, hx_str name)
 {
@@ -608,7 +590,7 @@ static int put_allowed(reader *d, const hx_json *choice)
     const hx_json *mode = hx_params_get(choice, "mode");
     hx_sb *b = &d->turns.b;
 
-    if (!is_kind(allowed, HX_JSON_ARRAY) || !is_kind(mode, HX_JSON_STRING))
+    if (hx_json_kind(allowed) != HX_JSON_ARRAY || hx_json_kind(mode) != HX_JSON_STRING)
         return hx_server_problem(d->c, 400, "tool_choice", "invalid_value",
                                  "tool_choice: allowed_tools needs a mode and a list of "
                                  "tools");
@@ -634,11 +616,11 @@ static int take_choice(reader *d, const hx_json *tools)
 
     if (hx_str_is(type, "allowed_tools"))
         return put_allowed(d, choice);
-    if (!is_kind(choice, HX_JSON_OBJECT)) {
+    if (hx_json_kind(choice) != HX_JSON_OBJECT) {
         hx_turns_put(&d->turns, "tool_choice", choice);
         return 0;
     }
-    if (!has_tool(tools, name))
+    if (!hx_toolset_has(tools, name))
         return hx_server_problem(d->c, 400, "tool_choice", "invalid_value",
                                  "tool_choice: expected \"auto\", \"none\", \"required\" "
                                  "or one of the tools, by type and name");
@@ -652,7 +634,7 @@ static int take_choice(reader *d, const hx_json *tools)
 static int get_object(hx_call *c, const char *name, const hx_json **out)
 {
     *out = hx_params_get(c->body, name);
-    if (*out != NULL && !is_kind(*out, HX_JSON_OBJECT))
+    if (*out != NULL && hx_json_kind(*out) != HX_JSON_OBJECT)
         return hx_server_problem(c, 400, name, "invalid_type",
                                  "%s: found %s, expected an object", name,
                                  hx_json_kind_name(*out));
@@ -699,7 +681,7 @@ static int take_include(reader *d)
     const hx_json *top = hx_params_get(d->c->body, "top_logprobs");
     bool logprobs = top != NULL;
 
-    if (include != NULL && !is_kind(include, HX_JSON_ARRAY))
+    if (include != NULL && hx_json_kind(include) != HX_JSON_ARRAY)
         return hx_server_problem(d->c, 400, "include", "invalid_type",
                                  "include: found %s, expected a list",
                                  hx_json_kind_name(include));
@@ -813,7 +795,7 @@ static int write_echo(hx_responder *r)
         put_member(&b, r->c->body, members[i].name, members[i].dflt);
     r->echo = (hx_str) { b.bad ? NULL : hx_arena_dup(&r->c->arena, b.p, b.n), b.n };
     hx_sb_free(&b);
-    return r->echo.p != NULL ? 0 : no_memory(r->c);
+    return r->echo.p != NULL ? 0 : hx_server_no_memory(r->c);
 }
 
 /* ---- requests ------------------------------------------------------------------ */
@@ -863,7 +845,7 @@ static int make(hx_call *c, reader *d)
     hx_responder *r = hx_arena_alloc(&c->arena, sizeof *r);
 
     if (r == NULL)
-        return no_memory(c);
+        return hx_server_no_memory(c);
     *r = (hx_responder) {
         .c = c, .req = { .chat = true }, .created_s = (int64_t)time(NULL), .store = true
     };
@@ -937,7 +919,7 @@ static int reply_kept(hx_call *c, int rc, hx_str id, hx_sb *b)
         hx_server_reply_json(c, b);
     hx_sb_free(b);
     if (rc == HX_ENOMEM)
-        return no_memory(c);
+        return hx_server_no_memory(c);
     return rc != 0 ? not_found(c, id) : 0;
 }
 

@@ -578,9 +578,7 @@ static int begin_keeping(hx_responder *r, const hx_item *input, size_t n_input)
         return hx_server_problem(r->c, 404, "previous_response_id",
                                  "previous_response_not_found",
                                  "previous_response_id: that response is gone");
-    return rc == 0 ? 0
-                   : hx_server_problem(r->c, 503, NULL, "out_of_memory",
-                                       "request: no memory");
+    return rc == 0 ? 0 : hx_server_no_memory(r->c);
 }
 
 /* Some clients count events, not bytes, before they give up: in silence the second one is
@@ -605,9 +603,7 @@ static int begin_stream(hx_responder *r, hx_str *waiting)
         hx_response_store_remove(hx_server_responses(c->server), hx_str_c(r->id));
     }
     hx_sb_free(&out);
-    return again != NULL
-               ? 0
-               : hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
+    return again != NULL ? 0 : hx_server_no_memory(c);
 }
 
 int hx_responses_start(hx_responder *r, const hx_item *input, size_t n_input)

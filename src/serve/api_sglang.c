@@ -48,11 +48,6 @@ typedef struct {
     int32_t n_answer;
 } request;
 
-static int no_memory(hx_call *c)
-{
-    return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
-}
-
 /* ---- log-probabilities -------------------------------------------------- */
 
 /* [logprob, id, text]; the text only where asked for. JSON has no -Infinity. Nine digits
@@ -193,7 +188,7 @@ static int score_prompts(request *t)
 
     t->scored = hx_arena_alloc(&t->c->arena, (size_t)t->prompts.n * sizeof *t->scored);
     if (t->scored == NULL)
-        return no_memory(t->c);
+        return hx_server_no_memory(t->c);
     for (int32_t i = 0; rc == 0 && i < t->prompts.n; i++)
         rc = hx_http_gone(t->c->x) ? HX_ECANCEL : score_prompt(t, i);
     return rc;
@@ -601,7 +596,7 @@ int hx_sglang_generate(hx_call *c)
     int rc;
 
     if (t == NULL)
-        return no_memory(c);
+        return hx_server_no_memory(c);
     *t = (request) { .c = c, .req = { .every_token = true } };
     if ((rc = read_sampling(t)) != 0 || (rc = read_logprobs(t)) != 0 ||
         (rc = hx_params_bool(c, c->body, "stream", &t->req.stream)) != 0 ||
@@ -616,7 +611,7 @@ int hx_sglang_generate(hx_call *c)
     t->array = t->prompts.list || t->req.n > 1;
     t->answer = hx_arena_alloc(&c->arena, (size_t)t->n_answer * sizeof *t->answer);
     if (t->answer == NULL)
-        return no_memory(c);
+        return hx_server_no_memory(c);
     for (int32_t i = 0; i < t->n_answer; i++)
         hx_server_new_id(c->server, "", t->answer[i].id);
     c->state = t;

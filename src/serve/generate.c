@@ -140,7 +140,7 @@ static int render(hx_gen *g)
         return hx_server_problem_err(c, rc, "messages", &err);
     hx_prompt *p = hx_arena_alloc(&c->arena, sizeof *p);
     if (p == NULL)
-        return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
+        return hx_server_no_memory(c);
     *p = (hx_prompt) { ids->p, ids->n };
     g->req.prompt = p;
     g->req.n_prompt = 1;
@@ -201,8 +201,7 @@ static int submit(hx_gen *g, answer *a)
     int rc;
 
     if (g->req.loop_guard && (a->loop = hx_loop_open()) == NULL)
-        return hx_server_problem(g->call, 503, NULL, "out_of_memory",
-                                 "request: no memory");
+        return hx_server_no_memory(g->call);
     r.tokens = g->req.prompt[a->prompt].id;
     r.n_tokens = g->req.prompt[a->prompt].n;
     r.seed += (uint64_t)(a->index % g->req.n);
@@ -237,8 +236,7 @@ static int open_answers(hx_gen *g)
     g->n_answer = q->n_prompt * q->n;
     if ((g->answer = hx_arena_alloc(&g->call->arena,
                                     (size_t)g->n_answer * sizeof *g->answer)) == NULL)
-        return hx_server_problem(g->call, 503, NULL, "out_of_memory",
-                                 "request: no memory");
+        return hx_server_no_memory(g->call);
     for (int32_t i = 0; i < g->n_answer; i++) {
         g->answer[i].gen = g;
         g->answer[i].index = i;
@@ -256,7 +254,7 @@ static int prepare(hx_gen **out, hx_call *c, const hx_generate *req)
 
     *out = g;
     if (g == NULL)
-        return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
+        return hx_server_no_memory(c);
     g->call = c;
     g->req = *req;
     g->think = hx_token_id(c->engine, HX_STR("<think>"));

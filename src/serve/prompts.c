@@ -7,12 +7,6 @@
 
 #include <stdio.h>
 
-static int no_memory(hx_call *c, const char *param)
-{
-    return hx_server_problem(c, 413, param, "request_too_large",
-                             "%s: too large for the memory of a request", param);
-}
-
 /* Byte-level tokens have at least one byte each, so there are no more ids than bytes, unless
  * NFC makes the text longer: then once more. Past the context the count alone is needed. */
 int hx_prompts_tokenize(hx_call *c, const char *param, hx_str text, hx_prompt *out)
@@ -23,7 +17,7 @@ int hx_prompts_tokenize(hx_call *c, const char *param, hx_str text, hx_prompt *o
         int32_t *id = hx_arena_alloc(&c->arena, (size_t)HX_MAX(cap, 1) * sizeof *id);
 
         if (id == NULL)
-            return no_memory(c, param);
+            return hx_server_too_large(c, param);
         out->id = id;
         out->n = hx_tokenize(c->engine, text, true, id, cap);
         if (out->n < 0)
@@ -41,7 +35,7 @@ static int decode_ids(hx_call *c, const char *param, const hx_prompt *p, hx_str 
     char *text = n >= 0 ? hx_arena_alloc(&c->arena, (size_t)n + 1) : NULL;
 
     if (text == NULL)
-        return no_memory(c, param);
+        return hx_server_too_large(c, param);
     hx_detokenize(c->engine, p->id, p->n, text, n);
     *out = (hx_str) { text, (size_t)n };
     return 0;
@@ -55,11 +49,6 @@ static const char *expected(int kinds)
                                       "or a list of such lists";
 }
 
-static bool is_kind(const hx_json *j, hx_json_type k)
-{
-    return hx_json_kind(j) == k;
-}
-
 static int read_one(hx_call *c, const char *param, const hx_json *j, int kinds,
                     bool decode, hx_prompts *out)
 {
@@ -67,12 +56,12 @@ static int read_one(hx_call *c, const char *param, const hx_json *j, int kinds,
     hx_str *text = &out->text[out->n];
     int rc;
 
-    if (!(is_kind(j, HX_JSON_STRING) && (kinds & HX_PROMPT_TEXT) != 0) &&
-        !(is_kind(j, HX_JSON_ARRAY) && (kinds & HX_PROMPT_IDS) != 0))
+    if (!(hx_json_kind(j) == HX_JSON_STRING && (kinds & HX_PROMPT_TEXT) != 0) &&
+        !(hx_json_kind(j) == HX_JSON_ARRAY && (kinds & HX_PROMPT_IDS) != 0))
         return hx_server_problem(c, 400, param, "invalid_type",
                                  "%s: found %s, expected %s", param, hx_json_kind_name(j),
                                  expected(kinds));
-    if (is_kind(j, HX_JSON_STRING)) {
+    if (hx_json_kind(j) == HX_JSON_STRING) {
         *text = hx_json_str(j);
         rc = hx_prompts_tokenize(c, param, *text, p);
     } else if ((rc = hx_params_ids(c, j, param, &p->id, &p->n)) == 0 && decode) {
@@ -88,8 +77,9 @@ static int read_one(hx_call *c, const char *param, const hx_json *j, int kinds,
 int hx_prompts_read(hx_call *c, const char *name, int kinds, bool decode, hx_prompts *out)
 {
     const hx_json *j = hx_params_get(c->body, name), *first = hx_json_at(j, 0);
-    const bool list = is_kind(j, HX_JSON_ARRAY) &&
-                      (is_kind(first, HX_JSON_STRING) || is_kind(first, HX_JSON_ARRAY));
+    const bool list =
+        hx_json_kind(j) == HX_JSON_ARRAY &&
+        (hx_json_kind(first) == HX_JSON_STRING || hx_json_kind(first) == HX_JSON_ARRAY);
     const size_t n = list ? hx_json_len(j) : 1;
     char param[96];
     int rc;
@@ -105,7 +95,7 @@ int hx_prompts_read(hx_call *c, const char *name, int kinds, bool decode, hx_pro
     out->prompt = hx_arena_alloc(&c->arena, n * sizeof *out->prompt);
     out->text = hx_arena_alloc(&c->arena, n * sizeof *out->text);
     if (out->prompt == NULL || out->text == NULL)
-        return no_memory(c, name);
+        return hx_server_too_large(c, name);
     for (size_t i = 0; i < n; i++) {
         if (list)
             snprintf(param, sizeof param, "%s[%zu]", name, i);
@@ -143,7 +133,7 @@ int hx_prompts_infill(hx_call *c, const char *param, hx_str before, hx_str after
         return 0;
     }
     if ((id = hx_arena_alloc(&c->arena, (size_t)out->n * sizeof *id)) == NULL)
-        return no_memory(c, param);
+        return hx_server_too_large(c, param);
     out->id = id;
     for (size_t i = 0; i < HX_LEN(text); i++) {
         id[n++] = marker[i];

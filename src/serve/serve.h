@@ -212,6 +212,8 @@ int hx_server_problem(hx_call *c, int status, const char *param, const char *cod
                       const char *fmt, ...) HX_PRINTF(5, 6);
 /* The same from an engine's or parser's error. */
 int hx_server_problem_err(hx_call *c, int rc, const char *param, const hx_err *err);
+int hx_server_no_memory(hx_call *c);                    /* 503 */
+int hx_server_too_large(hx_call *c, const char *param); /* 413: param does not fit */
 /* {"error": {…}} as OpenAI shapes it; status < 0: none known, an error of ours. */
 void hx_server_write_problem(hx_sb *b, const hx_problem *p);
 /* Whole answers; each ends the exchange. gone: nobody reads it; 499 is for the log. */
@@ -427,6 +429,8 @@ int hx_prompts_infill(hx_call *c, const char *param, hx_str before, hx_str after
 
 /* ---- toolset.c: tools of a request ----------------------------------------- */
 
+/* Whether one of the tools has that name. */
+bool hx_toolset_has(const hx_json *tools, hx_str name);
 /* Sets the grammar that keeps the answer to calls which tools and tool_choice allow, or
  * bans calls. */
 int hx_toolset_constrain(hx_call *c, hx_generate *g);

@@ -104,6 +104,17 @@ int hx_server_problem_err(hx_call *c, int rc, const char *param, const hx_err *e
     return hx_server_problem(c, 500, param, "engine_error", "%s", err->msg);
 }
 
+int hx_server_no_memory(hx_call *c)
+{
+    return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
+}
+
+int hx_server_too_large(hx_call *c, const char *param)
+{
+    return hx_server_problem(c, 413, param, "request_too_large",
+                             "%s: too large for the memory of a request", param);
+}
+
 void hx_server_write_problem(hx_sb *b, const hx_problem *p)
 {
     const char *type = p->status == 401   ? "authentication_error"

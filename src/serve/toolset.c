@@ -89,7 +89,7 @@ static int ban_calls(hx_call *c, hx_generate *g, int32_t opener)
     hx_bias *bias = hx_arena_alloc(&c->arena, (size_t)(r->n_bias + 1) * sizeof *bias);
 
     if (bias == NULL)
-        return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
+        return hx_server_no_memory(c);
     if (r->n_bias > 0)
         memcpy(bias, r->bias, (size_t)r->n_bias * sizeof *bias);
     bias[r->n_bias++] = (hx_bias) { opener, -100 };
@@ -128,6 +128,14 @@ static int constrain(hx_call *c, hx_generate *g, int32_t opener)
     g->grammar_param = "tools";
     g->grammar_optional = r->grammar_lazy && !strict;
     return 0;
+}
+
+bool hx_toolset_has(const hx_json *tools, hx_str name)
+{
+    for (size_t i = 0; i < hx_json_len(tools); i++)
+        if (hx_str_eq(hx_json_str(hx_json_get(hx_json_at(tools, i), "name")), name))
+            return true;
+    return false;
 }
 
 int hx_toolset_constrain(hx_call *c, hx_generate *g)
