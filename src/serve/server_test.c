@@ -186,143 +186,136 @@ static void test_key(void **state)
 
 #define TWENTY "01234567890123456789"
 
+static const struct {
+    const char *body, *param, *code;
+} refusals[] = {
+    { "{", "", "invalid_json" },
+    { "", "", "invalid_json" },
+    { "[]", "", "invalid_json" },
+    { "{\"messages\":[{\"role\":\"user\",\"content\":\"\xff\"}]}", "", "invalid_json" },
+    { "{}", "messages", "missing_required_parameter" },
+    { "{\"messages\":null}", "messages", "missing_required_parameter" },
+    { "{\"messages\":5}", "messages", "invalid_type" },
+    { "{\"messages\":[]}", "messages", "invalid_value" },
+    { "{\"messages\":[5]}", "messages[0]", "invalid_type" },
+    { "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"},{\"role\":\"king\","
+      "\"content\":\"b\"}]}",
+      "messages[1].role", "invalid_value" },
+    { "{\"messages\":[{\"role\":\"user\",\"content\":7}]}", "messages[0].content",
+      "invalid_type" },
+    { "{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":"
+      "\"a\"},"
+      "{\"type\":\"image_url\",\"image_url\":{\"url\":\"data:,\"}}]}]}",
+      "messages[0].content[1]", "invalid_value" },
+    { "{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\"}]}]}",
+      "messages[0].content[0].text", "missing_required_parameter" },
+    { "{\"messages\":[{\"role\":\"assistant\",\"tool_calls\":[{\"function\":{"
+      "\"name\":\"f\","
+      "\"arguments\":\"{\"}}]}]}",
+      "messages[0].tool_calls[0].function", "invalid_value" },
+    { "{\"messages\":[{\"role\":\"assistant\",\"tool_calls\":[{\"function\":{"
+      "\"name\":\"f\","
+      "\"arguments\":\"[1]\"}}]}]}",
+      "messages[0].tool_calls[0].function", "invalid_value" },
+    { "{\"messages\":[{\"role\":\"assistant\",\"tool_calls\":[{\"function\":{}}]}]}",
+      "messages[0].tool_calls[0].function.name", "missing_required_parameter" },
+    { "{\"messages\":[{\"role\":\"assistant\",\"tool_calls\":\"f\"}]}",
+      "messages[0].tool_calls", "invalid_type" },
+    { "{\"messages\":[{\"role\":\"assistant\",\"tool_calls\":[{\"id\":7,"
+      "\"function\":{\"name\":\"f\"}}]}]}",
+      "messages[0].tool_calls[0].id", "invalid_type" },
+    { "{\"messages\":[{\"role\":\"tool\",\"content\":\"\",\"tool_call_id\":7}]}",
+      "messages[0].tool_call_id", "invalid_type" },
+    { "{" USER ",\"functions\":[{\"name\":\"f\"}]}", "functions", "unsupported_value" },
+    { "{" USER ",\"web_search_options\":{}}", "web_search_options", "unsupported_value" },
+    { "{" USER ",\"modalities\":[\"text\",\"audio\"]}", "modalities", "invalid_value" },
+    { "{" USER ",\"modalities\":\"text\"}", "modalities", "invalid_type" },
+    { "{" USER ",\"tools\":[{\"type\":7}]}", "tools[0].type", "invalid_type" },
+    { "{" USER ",\"tools\":[{\"function\":{\"name\":\"f\",\"description\":7}}]}",
+      "tools[0].function.description", "invalid_type" },
+    { "{" USER ",\"tool_choice\":7}", "tool_choice", "invalid_type" },
+    { "{" USER ",\"guided_choice\":[]}", "guided_choice", "invalid_value" },
+    { "{\"messages\":[{\"role\":\"user\",\"content\":\"raise!\"}]}", "messages",
+      "invalid_value" },
+    { "{" USER ",\"tools\":{}}", "tools", "invalid_type" },
+    { "{" USER ",\"tools\":[{\"type\":\"function\"}]}", "tools[0].function.name",
+      "missing_required_parameter" },
+    { "{" USER ",\"tool_choice\":\"required\"}", "tool_choice", "invalid_value" },
+    { "{" USER ",\"tool_choice\":{\"type\":\"function\",\"function\":{\"name\":\"f\"}}}",
+      "tool_choice", "invalid_value" },
+    { "{" USER ",\"tool_choice\":\"maybe\"}", "tool_choice", "invalid_value" },
+    { "{" USER ",\"response_format\":{\"type\":\"xml\"}}", "response_format.type",
+      "invalid_value" },
+    { "{" USER ",\"response_format\":{\"type\":\"json_schema\",\"json_schema\":{}}}",
+      "response_format.json_schema.schema", "missing_required_parameter" },
+    { "{" USER ",\"guided_regex\":\"a\",\"guided_choice\":[\"a\"]}", "guided_choice",
+      "invalid_value" },
+    { "{" USER ",\"response_format\":\"json\"}", "response_format", "invalid_type" },
+    { "{" USER ",\"guided_json\":5}", "guided_json", "invalid_type" },
+    { "{" USER ",\"grammar\":5}", "grammar", "invalid_type" },
+    { "{" USER ",\"structured_outputs\":[]}", "structured_outputs", "invalid_type" },
+    { "{" USER ",\"structured_outputs\":{\"choice\":\"a\"}}", "choice", "invalid_type" },
+    { "{" USER ",\"temperature\":\"hot\"}", "temperature", "invalid_type" },
+    { "{" USER ",\"temperature\":-1}", "temperature", "invalid_value" },
+    { "{" USER ",\"top_p\":1.5}", "top_p", "invalid_value" },
+    { "{" USER ",\"min_p\":-0.1}", "min_p", "invalid_value" },
+    { "{" USER ",\"presence_penalty\":3}", "presence_penalty", "invalid_value" },
+    { "{" USER ",\"max_tokens\":0}", "max_tokens", "invalid_value" },
+    { "{" USER ",\"max_completion_tokens\":0}", "max_completion_tokens",
+      "invalid_value" },
+    { "{" USER ",\"max_tokens\":-5}", "max_tokens", "invalid_value" },
+    { "{" USER ",\"max_tokens\":1.5}", "max_tokens", "invalid_type" },
+    { "{" USER ",\"max_completion_tokens\":\"9\"}", "max_completion_tokens",
+      "invalid_type" },
+    { "{" USER ",\"n\":0}", "n", "invalid_value" },
+    { "{" USER ",\"n\":17}", "n", "invalid_value" },
+    { "{" USER ",\"n\":true}", "n", "invalid_type" },
+    { "{" USER ",\"seed\":1e300}", "seed", "invalid_value" },
+    { "{" USER ",\"stop\":5}", "stop", "invalid_type" },
+    { "{" USER ",\"stop\":[\"a\",\"\"]}", "stop[1]", "invalid_value" },
+    { "{" USER ",\"stop\":[7]}", "stop[0]", "invalid_type" },
+    { "{" USER ",\"stop\":\"" TWENTY TWENTY TWENTY TWENTY TWENTY TWENTY TWENTY TWENTY
+          TWENTY TWENTY TWENTY TWENTY TWENTY "\"}",
+      "stop[0]", "invalid_value" },
+    { "{" USER ",\"stop\":[\"1\",\"2\",\"3\",\"4\",\"5\",\"6\",\"7\",\"8\",\"9\","
+      "\"10\",\"11\",\"12\","
+      "\"13\",\"14\",\"15\",\"16\",\"17\"]}",
+      "stop", "invalid_value" },
+    { "{" USER ",\"stop_token_ids\":[99999]}", "stop_token_ids", "invalid_value" },
+    { "{" USER ",\"logit_bias\":{\"x\":1}}", "logit_bias", "invalid_value" },
+    { "{" USER ",\"logit_bias\":{\"5\":101}}", "logit_bias", "invalid_value" },
+    { "{" USER ",\"logit_bias\":[]}", "logit_bias", "invalid_type" },
+    { "{" USER ",\"logprobs\":3}", "logprobs", "invalid_type" },
+    { "{" USER ",\"top_logprobs\":3}", "top_logprobs", "invalid_value" },
+    { "{" USER ",\"logprobs\":true,\"top_logprobs\":21}", "top_logprobs",
+      "invalid_value" },
+    { "{" USER ",\"stream\":1}", "stream", "invalid_type" },
+    { "{" USER ",\"stream\":true,\"stream_options\":{\"include_usage\":1}}",
+      "include_usage", "invalid_type" },
+    { "{" USER ",\"model\":1}", "model", "invalid_type" },
+    { "{" USER ",\"reasoning_effort\":\"huge\"}", "reasoning_effort", "invalid_value" },
+    { "{" USER ",\"chat_template_kwargs\":[]}", "chat_template_kwargs", "invalid_type" },
+    { "{" USER ",\"continue_final_message\":true}", "continue_final_message",
+      "unsupported_value" },
+    { "{" USER ",\"include_stop_str_in_output\":true}", "include_stop_str_in_output",
+      "unsupported_value" },
+};
+
 static void test_refused(void **state)
 {
-    static const struct {
-        const char *body, *param, *code;
-    } cases[] = {
-        { "{", "", "invalid_json" },
-        { "", "", "invalid_json" },
-        { "[]", "", "invalid_json" },
-        { "{\"messages\":[{\"role\":\"user\",\"content\":\"\xff\"}]}", "",
-          "invalid_json" },
-        { "{}", "messages", "missing_required_parameter" },
-        { "{\"messages\":null}", "messages", "missing_required_parameter" },
-        { "{\"messages\":5}", "messages", "invalid_type" },
-        { "{\"messages\":[]}", "messages", "invalid_value" },
-        { "{\"messages\":[5]}", "messages[0]", "invalid_type" },
-        { "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"},{\"role\":\"king\","
-          "\"content\":\"b\"}]}",
-          "messages[1].role", "invalid_value" },
-        { "{\"messages\":[{\"role\":\"user\",\"content\":7}]}", "messages[0].content",
-          "invalid_type" },
-        { "{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":"
-          "\"a\"},"
-          "{\"type\":\"image_url\",\"image_url\":{\"url\":\"data:,\"}}]}]}",
-          "messages[0].content[1]", "invalid_value" },
-        { "{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\"}]}]}",
-          "messages[0].content[0].text", "missing_required_parameter" },
-        { "{\"messages\":[{\"role\":\"assistant\",\"tool_calls\":[{\"function\":{"
-          "\"name\":\"f\","
-          "\"arguments\":\"{\"}}]}]}",
-          "messages[0].tool_calls[0].function", "invalid_value" },
-        { "{\"messages\":[{\"role\":\"assistant\",\"tool_calls\":[{\"function\":{"
-          "\"name\":\"f\","
-          "\"arguments\":\"[1]\"}}]}]}",
-          "messages[0].tool_calls[0].function", "invalid_value" },
-        { "{\"messages\":[{\"role\":\"assistant\",\"tool_calls\":[{\"function\":{}}]}]}",
-          "messages[0].tool_calls[0].function.name", "missing_required_parameter" },
-        { "{\"messages\":[{\"role\":\"assistant\",\"tool_calls\":\"f\"}]}",
-          "messages[0].tool_calls", "invalid_type" },
-        { "{\"messages\":[{\"role\":\"assistant\",\"tool_calls\":[{\"id\":7,"
-          "\"function\":{\"name\":\"f\"}}]}]}",
-          "messages[0].tool_calls[0].id", "invalid_type" },
-        { "{\"messages\":[{\"role\":\"tool\",\"content\":\"\",\"tool_call_id\":7}]}",
-          "messages[0].tool_call_id", "invalid_type" },
-        { "{" USER ",\"functions\":[{\"name\":\"f\"}]}", "functions",
-          "unsupported_value" },
-        { "{" USER ",\"web_search_options\":{}}", "web_search_options",
-          "unsupported_value" },
-        { "{" USER ",\"modalities\":[\"text\",\"audio\"]}", "modalities",
-          "invalid_value" },
-        { "{" USER ",\"modalities\":\"text\"}", "modalities", "invalid_type" },
-        { "{" USER ",\"tools\":[{\"type\":7}]}", "tools[0].type", "invalid_type" },
-        { "{" USER ",\"tools\":[{\"function\":{\"name\":\"f\",\"description\":7}}]}",
-          "tools[0].function.description", "invalid_type" },
-        { "{" USER ",\"tool_choice\":7}", "tool_choice", "invalid_type" },
-        { "{" USER ",\"guided_choice\":[]}", "guided_choice", "invalid_value" },
-        { "{\"messages\":[{\"role\":\"user\",\"content\":\"raise!\"}]}", "messages",
-          "invalid_value" },
-        { "{" USER ",\"tools\":{}}", "tools", "invalid_type" },
-        { "{" USER ",\"tools\":[{\"type\":\"function\"}]}", "tools[0].function.name",
-          "missing_required_parameter" },
-        { "{" USER ",\"tool_choice\":\"required\"}", "tool_choice", "invalid_value" },
-        { "{" USER
-          ",\"tool_choice\":{\"type\":\"function\",\"function\":{\"name\":\"f\"}}}",
-          "tool_choice", "invalid_value" },
-        { "{" USER ",\"tool_choice\":\"maybe\"}", "tool_choice", "invalid_value" },
-        { "{" USER ",\"response_format\":{\"type\":\"xml\"}}", "response_format.type",
-          "invalid_value" },
-        { "{" USER ",\"response_format\":{\"type\":\"json_schema\",\"json_schema\":{}}}",
-          "response_format.json_schema.schema", "missing_required_parameter" },
-        { "{" USER ",\"guided_regex\":\"a\",\"guided_choice\":[\"a\"]}", "guided_choice",
-          "invalid_value" },
-        { "{" USER ",\"response_format\":\"json\"}", "response_format", "invalid_type" },
-        { "{" USER ",\"guided_json\":5}", "guided_json", "invalid_type" },
-        { "{" USER ",\"grammar\":5}", "grammar", "invalid_type" },
-        { "{" USER ",\"structured_outputs\":[]}", "structured_outputs", "invalid_type" },
-        { "{" USER ",\"structured_outputs\":{\"choice\":\"a\"}}", "choice",
-          "invalid_type" },
-        { "{" USER ",\"temperature\":\"hot\"}", "temperature", "invalid_type" },
-        { "{" USER ",\"temperature\":-1}", "temperature", "invalid_value" },
-        { "{" USER ",\"top_p\":1.5}", "top_p", "invalid_value" },
-        { "{" USER ",\"min_p\":-0.1}", "min_p", "invalid_value" },
-        { "{" USER ",\"presence_penalty\":3}", "presence_penalty", "invalid_value" },
-        { "{" USER ",\"max_tokens\":0}", "max_tokens", "invalid_value" },
-        { "{" USER ",\"max_completion_tokens\":0}", "max_completion_tokens",
-          "invalid_value" },
-        { "{" USER ",\"max_tokens\":-5}", "max_tokens", "invalid_value" },
-        { "{" USER ",\"max_tokens\":1.5}", "max_tokens", "invalid_type" },
-        { "{" USER ",\"max_completion_tokens\":\"9\"}", "max_completion_tokens",
-          "invalid_type" },
-        { "{" USER ",\"n\":0}", "n", "invalid_value" },
-        { "{" USER ",\"n\":17}", "n", "invalid_value" },
-        { "{" USER ",\"n\":true}", "n", "invalid_type" },
-        { "{" USER ",\"seed\":1e300}", "seed", "invalid_value" },
-        { "{" USER ",\"stop\":5}", "stop", "invalid_type" },
-        { "{" USER ",\"stop\":[\"a\",\"\"]}", "stop[1]", "invalid_value" },
-        { "{" USER ",\"stop\":[7]}", "stop[0]", "invalid_type" },
-        { "{" USER ",\"stop\":\"" TWENTY TWENTY TWENTY TWENTY TWENTY TWENTY TWENTY TWENTY
-              TWENTY TWENTY TWENTY TWENTY TWENTY "\"}",
-          "stop[0]", "invalid_value" },
-        { "{" USER ",\"stop\":[\"1\",\"2\",\"3\",\"4\",\"5\",\"6\",\"7\",\"8\",\"9\","
-          "\"10\",\"11\",\"12\","
-          "\"13\",\"14\",\"15\",\"16\",\"17\"]}",
-          "stop", "invalid_value" },
-        { "{" USER ",\"stop_token_ids\":[99999]}", "stop_token_ids", "invalid_value" },
-        { "{" USER ",\"logit_bias\":{\"x\":1}}", "logit_bias", "invalid_value" },
-        { "{" USER ",\"logit_bias\":{\"5\":101}}", "logit_bias", "invalid_value" },
-        { "{" USER ",\"logit_bias\":[]}", "logit_bias", "invalid_type" },
-        { "{" USER ",\"logprobs\":3}", "logprobs", "invalid_type" },
-        { "{" USER ",\"top_logprobs\":3}", "top_logprobs", "invalid_value" },
-        { "{" USER ",\"logprobs\":true,\"top_logprobs\":21}", "top_logprobs",
-          "invalid_value" },
-        { "{" USER ",\"stream\":1}", "stream", "invalid_type" },
-        { "{" USER ",\"stream\":true,\"stream_options\":{\"include_usage\":1}}",
-          "include_usage", "invalid_type" },
-        { "{" USER ",\"model\":1}", "model", "invalid_type" },
-        { "{" USER ",\"reasoning_effort\":\"huge\"}", "reasoning_effort",
-          "invalid_value" },
-        { "{" USER ",\"chat_template_kwargs\":[]}", "chat_template_kwargs",
-          "invalid_type" },
-        { "{" USER ",\"continue_final_message\":true}", "continue_final_message",
-          "unsupported_value" },
-        { "{" USER ",\"include_stop_str_in_output\":true}", "include_stop_str_in_output",
-          "unsupported_value" },
-    };
     fixture *f = start(NULL, 4, 16, 4096);
 
     (void)state;
-    for (size_t i = 0; i < HX_LEN(cases); i++) {
-        response *r = post(f, "/v1/chat/completions", cases[i].body);
+    for (size_t i = 0; i < HX_LEN(refusals); i++) {
+        response *r = post(f, "/v1/chat/completions", refusals[i].body);
         const hx_json *param = at(r->json, "error.param");
-        const bool same = cases[i].param[0] == '\0'
+        const bool same = refusals[i].param[0] == '\0'
                               ? hx_json_kind(param) == HX_JSON_NULL
-                              : hx_str_is(hx_json_str(param), cases[i].param);
+                              : hx_str_is(hx_json_str(param), refusals[i].param);
 
         if (r->status != 400 || !same ||
-            !hx_str_is(hx_json_str(at(r->json, "error.code")), cases[i].code))
-            fail_msg("%s: %d %s", cases[i].body, r->status, TEXT(r->body));
+            !hx_str_is(hx_json_str(at(r->json, "error.code")), refusals[i].code))
+            fail_msg("%s: %d %s", refusals[i].body, r->status, TEXT(r->body));
         assert_str(r->json, "error.type", "invalid_request_error");
         assert_true(hx_json_str(at(r->json, "error.message")).n > 0);
         done(r);
