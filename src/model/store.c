@@ -606,21 +606,6 @@ int hx_store_end(hx_store *s, int64_t rows, hx_err *err)
     return admit(s, wanted, n, err);
 }
 
-/* What every step reads beside experts; of the embedding it takes a row. */
-static uint64_t rest_bytes(const hx_model *m)
-{
-    uint64_t bytes = m->weight_bytes - hx_mat_bytes(&m->embed);
-
-    for (int64_t i = 0; i < m->desc.n_layer * m->desc.n_expert; i++) {
-        const hx_expert *e = expert_at(m, i);
-
-        if (e != NULL)
-            bytes -=
-                hx_mat_bytes(&e->gate) + hx_mat_bytes(&e->up) + hx_mat_bytes(&e->down);
-    }
-    return bytes;
-}
-
 void hx_store_report(const hx_store *s, hx_experts *out)
 {
     const hx_rates *r = &s->rates;
@@ -639,7 +624,7 @@ void hx_store_report(const hx_store *s, hx_experts *out)
     out->us[4] = (double)r->post_us;
     out->host_gbs = s->host_gbs;
     out->copy_gbs = s->copy_gbs;
-    out->rest_bytes = rest_bytes(s->model);
+    out->rest_bytes = s->rest_bytes;
 }
 
 /* ---- open and close ------------------------------------------------------------------ */
@@ -717,6 +702,21 @@ static int open_lane(hx_store *s, const hx_store_opt *opt, hx_err *err)
     return rc;
 }
 
+/* What every step reads beside experts; of the embedding it takes a row. */
+static uint64_t rest_bytes(const hx_model *m)
+{
+    uint64_t bytes = m->weight_bytes - hx_mat_bytes(&m->embed);
+
+    for (int64_t i = 0; i < m->desc.n_layer * m->desc.n_expert; i++) {
+        const hx_expert *e = expert_at(m, i);
+
+        if (e != NULL)
+            bytes -=
+                hx_mat_bytes(&e->gate) + hx_mat_bytes(&e->up) + hx_mat_bytes(&e->down);
+    }
+    return bytes;
+}
+
 int hx_store_open(hx_store **out, hx_model *m, hx_dev *dev, const hx_store_opt *opt,
                   hx_err *err)
 {
@@ -740,6 +740,7 @@ int hx_store_open(hx_store **out, hx_model *m, hx_dev *dev, const hx_store_opt *
         s->n_moe += m->layer[l].ffn == HX_FFN_MOE;
     const uint64_t bytes = hx_store_bytes(m, &s->record_bytes);
     const uint64_t all = bytes / HX_MAX(s->record_bytes, 1);
+    s->rest_bytes = rest_bytes(m);
     s->n_all_slot = (int32_t)HX_MIN(opt->slot_bytes / HX_MAX(s->record_bytes, 1), all);
     s->home = hx_new(const uint8_t *, d->n_layer * d->n_expert);
     s->move = hx_new(struct hx_move, HX_MOVE_MAX);

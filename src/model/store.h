@@ -31,6 +31,7 @@ typedef struct hx_store {
     int64_t n_layer, n_expert, n_active, max_pick;
     int32_t n_moe;        /* layers with experts */
     size_t record_bytes;  /* of one expert */
+    uint64_t rest_bytes;  /* what a step reads beside experts */
     const uint8_t **home; /* [n_layer, E] its record in host memory; NULL: dense layer */
     void *arena;          /* the records, where the checkpoint does not hold them so */
     size_t arena_bytes;
