@@ -47,6 +47,10 @@ check decode_32k_ctx 1 'needs a context of' "$hoist" bench $demo --protocol deco
 # What routers pick, recorded and replayed; and picks drawn by the measured shares: of a fixed
 # cache as good as can be, CLOCK has nearly all hits, and LRU far fewer (README of the format: trace.h).
 check trace_write 0 'decode, 2 streams' "$hoist" bench decode $demo -n 30 --streams 2 --vram 400KB --trace "$tmp/t"
+check rows 0 'decode, 4 streams: step' "$hoist" bench decode $demo -n 30 --streams 4 --vram 400KB --json "$tmp/l.json"
+# Rate and steps are of one stretch of time, in which all streams decode.
+holds rows_step "$tmp/l.json" "all(0.85 < f[f'decode, {n} streams']['all'][-1] * f[f'decode, {n} streams: step']['median'] / 1e3 / n < 1.15 for n in (2, 4))"
+holds rows_bound "$tmp/l.json" "not any('bound' in name for name in f)"
 check trace 0 '[0-9]+ decode steps, [0-9]+ picks' "$hoist" bench trace "$tmp/t" --slots 8,24,40 --json "$tmp/t.json"
 holds trace_json "$tmp/t.json" "all(f[f'{n} slots: hits, optimum']['median'] >= f[f'{n} slots: hits, {o}']['median'] for n in (8, 24, 40) for o in ('CLOCK', 'LRU', 'fixed set'))"
 if /usr/bin/python3 tests/make_trace.py "$tmp/drawn" 1500 2>/dev/null; then

@@ -142,17 +142,18 @@ void bench_random_ids(const hx_info *info, uint64_t seed, int32_t *ids, int64_t 
         ids[i] = (int32_t)(hx_rng_at(seed, (uint64_t)i) % top);
 }
 
-/* Takes what stream i has, waiting up to wait_ms. 1 when it has ended. */
-static int take(hx_stream *stream, bench_stream *s, int wait_ms, bench_event_fn *fn,
-                void *ud, hx_err *err)
+/* Takes what stream i has, waiting up to wait_ms: 1 when it has ended, 2 when fn has seen
+ * enough. */
+static int take(hx_stream *stream, bench_stream *s, int i, int wait_ms,
+                bench_event_fn *fn, void *ud, hx_err *err)
 {
     hx_event ev = { 0 };
 
     while (hx_next(stream, &ev, wait_ms) == 1) {
         s->n = ev.generated;
         s->times = ev.times;
-        if (ev.kind == HX_EV_TOKENS && fn != NULL)
-            fn(ud, hx_now_us(), &ev);
+        if (ev.kind == HX_EV_TOKENS && fn != NULL && fn(ud, i, hx_now_us(), &ev))
+            return 2;
         if (ev.kind == HX_EV_ERROR) {
             *err = ev.err;
             return ev.err.code;
@@ -194,7 +195,7 @@ int bench_streams(hx_engine *e, bench_stream *s, int n, bench_event_fn *fn, void
         for (int i = 0, first = 1; rc == 0 && i < n; i++) {
             if (ended[i])
                 continue;
-            if ((rc = take(stream[i], &s[i], first ? 5 : 0, fn, ud, err)) == 1) {
+            if ((rc = take(stream[i], &s[i], i, first ? 5 : 0, fn, ud, err)) == 1) {
                 ended[i] = true;
                 left--;
                 rc = 0;
@@ -203,36 +204,69 @@ int bench_streams(hx_engine *e, bench_stream *s, int n, bench_event_fn *fn, void
         }
     for (int i = 0; i < open; i++)
         hx_stream_free(stream[i]);
-    return rc;
+    return HX_MIN(rc, 0);
 }
 
 /* ---- decode, prefill ----------------------------------------------------------- */
 
-/* One round of n streams over depth ids each, *rate in tok/s and *seconds of decode. Only
- * the first round of a depth reads them: the others go on from what it left. */
-static int decode_round(bench_run *b, int n, const int32_t *ids, int64_t depth, int round,
-                        double *rate, double *seconds, hx_err *err)
+/* n streams that decode together: from the moment when the last of them has begun until
+ * they have n_new tokens each, in the mean, since. */
+typedef struct {
+    hx_engine *e;
+    int n;
+    int64_t n_new, seen[8], all, base, from_us, to_us;
+    hx_experts before, after;
+} together;
+
+static bool watch(void *ud, int i, int64_t now_us, const hx_event *ev)
 {
-    const int64_t n_new = b->c->n != 0 ? b->c->n : 128;
+    together *t = ud;
+    int begun = 0;
+
+    t->seen[i] += ev->n_tokens;
+    t->all += ev->n_tokens;
+    if (t->from_us > 0 && t->all - t->base < t->n * t->n_new)
+        return false;
+    if (t->from_us > 0) {
+        t->to_us = now_us;
+        hx_get_experts(t->e, &t->after);
+        return true;
+    }
+    for (int j = 0; j < t->n; j++)
+        begun += t->seen[j] > 0;
+    if (begun == t->n) {
+        t->from_us = now_us;
+        t->base = t->all;
+        hx_get_experts(t->e, &t->before);
+    }
+    return false;
+}
+
+/* One round of n streams over depth ids each. Only the first round of a depth reads them:
+ * the others go on from what it left. The streams have no end of their own: those that
+ * begin first must not end first. */
+static int decode_round(bench_run *b, together *t, const int32_t *ids, int64_t depth,
+                        int round, hx_err *err)
+{
     bench_stream s[8] = { 0 };
-    int64_t first = 0, last = 0;
     int rc;
 
-    for (int j = 0; j < n; j++)
+    for (int j = 0; j < t->n; j++)
         s[j] = (bench_stream) { .ids = ids + j * depth,
                                 .n_ids = depth,
-                                .max_new = n_new,
                                 .temperature = 1,
                                 .seed = b->seed + (uint64_t)(round * 64 + j),
                                 .ignore_eos = true };
-    if ((rc = bench_streams(b->e, s, n, NULL, NULL, err)) != 0)
+    if ((rc = bench_streams(b->e, s, t->n, watch, t, err)) != 0)
         return rc;
-    for (int j = 0; j < n; j++) {
-        first = HX_MAX(first, s[j].times.first_us);
-        last = HX_MAX(last, s[j].times.done_us);
-    }
-    *seconds = (double)(last - first) / 1e6;
-    *rate = (double)(n * (n_new - 1)) / *seconds;
+    for (int j = 0; j < t->n; j++)
+        if (t->to_us == 0 || depth + s[j].n >= b->info.ctx_tokens)
+            return hx_fail(err, HX_EARG,
+                           "bench: decode from %lld tokens on, %lld by each of %d: the "
+                           "context of %lld ended before; give a larger --ctx or a "
+                           "smaller -n",
+                           (long long)depth, (long long)t->n_new, t->n,
+                           (long long)b->info.ctx_tokens);
     return 0;
 }
 
@@ -245,8 +279,8 @@ static bool again(int n, int64_t start_us)
 static int decode_at(bench_run *b, int n, int64_t depth, hx_err *err)
 {
     int32_t *ids = hx_new(int32_t, n * depth);
-    double rate[REPEATS + 1], seconds = 0; /* the first run warms up */
-    hx_experts before, after;
+    double rate[REPEATS + 1]; /* the first run warms up */
+    together t = { 0 };       /* of the last run */
     char name[64];
     int rc = ids == NULL ? hx_fail(err, HX_ENOMEM, "bench: no memory") : 0, k = 0;
 
@@ -256,8 +290,9 @@ static int decode_at(bench_run *b, int n, int64_t depth, hx_err *err)
                              n * depth);
         for (int j = 0; k > 0 && j < n; j++)
             bench_prompt(b->out, ids + j * depth, depth);
-        hx_get_experts(b->e, &before); /* of the last run */
-        rc = decode_round(b, n, ids, depth, k, &rate[k], &seconds, err);
+        t = (together) { .e = b->e, .n = n, .n_new = b->c->n != 0 ? b->c->n : 128 };
+        rc = decode_round(b, &t, ids, depth, k, err);
+        rate[k] = (double)(t.all - t.base) * 1e6 / (double)HX_MAX(t.to_us - t.from_us, 1);
         if (k == 0)
             start = hx_now_us();
     }
@@ -269,9 +304,9 @@ static int decode_at(bench_run *b, int n, int64_t depth, hx_err *err)
         snprintf(name, sizeof name, "decode, %d stream%s at %lld", n, n > 1 ? "s" : "",
                  (long long)depth);
     bench_figure(b->out, name, "tok/s", rate + 1, k - 1);
-    hx_get_experts(b->e, &after);
-    if (after.n_slot > 0)
-        bench_lanes(b->out, name, &before, &after, seconds);
+    if (t.after.n_slot > 0)
+        bench_lanes(b->out, name, &t.before, &t.after,
+                    (double)(t.to_us - t.from_us) / 1e6);
     return 0;
 }
 

@@ -56,10 +56,11 @@ typedef struct {
     hx_stop stop;
 } bench_stream;
 
-/* Called for every event with tokens, when it was received. */
-typedef void bench_event_fn(void *ud, int64_t now_us, const hx_event *ev);
+/* Called for every event with tokens of stream i, when it was received; with true all
+ * streams are cancelled: it has seen enough. */
+typedef bool bench_event_fn(void *ud, int i, int64_t now_us, const hx_event *ev);
 
-/* Runs all streams together to their ends. fn may be NULL (only with one stream). */
+/* Runs all streams together to their ends. fn may be NULL. */
 int bench_streams(hx_engine *e, bench_stream *s, int n, bench_event_fn *fn, void *ud,
                   hx_err *err);
 /* Seeded ids of plain text tokens: an endless supply of fresh prompts. */

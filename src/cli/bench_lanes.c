@@ -2,6 +2,22 @@
  * bench.c for models whose experts do not all fit the GPU. */
 #include "cli/bench.h"
 
+typedef struct {
+    const char *name;
+    double v;
+    const char *unit;
+} row;
+
+static void put_rows(bench_report *out, const char *what, const row *r, size_t n)
+{
+    char name[96];
+
+    for (size_t i = 0; i < n; i++) {
+        snprintf(name, sizeof name, "%s: %s", what, r[i].name);
+        bench_one(out, name, r[i].unit, r[i].v);
+    }
+}
+
 void bench_lanes(bench_report *out, const char *what, const hx_experts *a,
                  const hx_experts *b, double seconds)
 {
@@ -20,17 +36,8 @@ void bench_lanes(bench_report *out, const char *what, const hx_experts *a,
                  gpu_mb = (double)b->rest_bytes / 1e6 + here * mb,
                  gpu_ms = b->copy_gbs > 0 ? gpu_mb / b->copy_gbs : 0,
                  bound = HX_MAX(lanes_ms, host_ms) + gpu_ms;
-    const struct {
-        const char *name;
-        double v;
-        const char *unit;
-    } rows[] = {
+    const row counts[] = {
         { "slots", b->n_slot, "experts" },
-        { "expert in GPU memory", b->us[0], "us" },
-        { "expert over the link", b->us[1], "us" },
-        { "expert on the CPU", b->us[2], "us" },
-        { "there, each row more", b->us[3], "us" },
-        { "post to the CPU", b->us[4], "us" },
         { "distinct experts", here + missing, "a step" },
         { "in GPU memory", here, "a step" },
         { "hits of distinct experts", 100 * here / (here + missing), "%" },
@@ -61,24 +68,32 @@ void bench_lanes(bench_report *out, const char *what, const hx_experts *a,
         { "bytes over the link", link * mb, "MB a step" },
         { "bytes on the CPU", lane * mb, "MB a step" },
         { "link, over the whole step", link * mb * steps / seconds / 1e3, "GB/s" },
+        { "step", step, "ms" },
+    };
+    const row bounds[] = {
+        { "expert in GPU memory", b->us[0], "us" },
+        { "expert over the link", b->us[1], "us" },
+        { "expert on the CPU", b->us[2], "us" },
+        { "there, each row more", b->us[3], "us" },
+        { "post to the CPU", b->us[4], "us" },
         { "host memory, read by GPU and CPUs", b->host_gbs, "GB/s" },
         { "GPU memory, copies", b->copy_gbs, "GB/s" },
-        { "step", step, "ms" },
         { "bound: misses at the rates of link and CPU", lanes_ms, "ms" },
         { "bound: misses at that of host memory", host_ms, "ms" },
         { "bound: the rest at that of GPU memory", gpu_ms, "ms" },
         { "bound: the longer of the misses', and the rest", bound, "ms" },
         { "share of the bound", 100 * bound / step, "%" },
     };
-    char name[96];
 
-    for (size_t i = 0; steps > 0 && i < HX_LEN(rows); i++) {
-        snprintf(name, sizeof name, "%s: %s", what, rows[i].name);
-        bench_one(out, name, rows[i].unit, rows[i].v);
-    }
     if (steps <= 0)
         return;
+    put_rows(out, what, counts, HX_LEN(counts));
+    if (b->copy_gbs <= 0)
+        return; /* memory stands in for a GPU: nothing was measured */
+    put_rows(out, what, bounds, HX_LEN(bounds));
+
     const double gpu = link * b->us[1], cpu = lane * (b->us[2] + b->us[4] * (lane > 0));
+
     printf("%s: the %s limits\n", what,
            gpu < 1 && cpu < 1 ? "GPU"
            : gpu >= cpu       ? "link"

@@ -229,15 +229,17 @@ typedef struct {
     int64_t so_far;
 } delivery;
 
-static void note(void *ud, int64_t now_us, const hx_event *ev)
+static bool note(void *ud, int i, int64_t now_us, const hx_event *ev)
 {
     delivery *d = ud;
 
+    (void)i; /* there is one stream */
     d->so_far += (int64_t)ev->bytes.n;
     if (d->n < MAX_EVENTS) {
         d->us[d->n] = now_us;
         d->chars[d->n++] = d->so_far;
     }
+    return false;
 }
 
 /* Share of all characters that had come by a time. */
