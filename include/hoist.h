@@ -70,16 +70,17 @@ typedef void hx_load_fn(void *ud, uint64_t done, uint64_t total);
 /* A zeroed struct with model_dir set is a good start. Strings are copied. */
 typedef struct {
     const char *model_dir; /* folder with config.json, or "synthetic:NAME[,layers=N]" */
-    const char *device;    /* NULL or "cpu"; "ref": scalar double reference, slow */
-    const char *cpu_isa;   /* NULL: the best there is; "avx512", "avx2", "scalar" */
-    const char *cpus;      /* NULL: all allowed; or a list like "0-7,16" */
-    int32_t n_threads;     /* 0: one per allowed CPU */
-    int64_t ctx_tokens;    /* longest sequence; 0 takes the model's, within the budget */
-    int32_t max_streams;   /* sequences decoded together, 1..64; 0 is 8 */
-    int64_t max_queue;     /* requests waiting for a place; 0 is 256 */
-    uint64_t cache_bytes;  /* sequence memory; 0 takes what max_streams need, at most
+    const char *device;  /* "cpu"; "cuda", "cuda:1"; "ref": scalar double reference, slow;
+                         * NULL: cuda where there is a GPU and code for one, else cpu */
+    const char *cpu_isa; /* NULL: the best there is; "avx512", "avx2", "scalar" */
+    const char *cpus;    /* NULL: all allowed; or a list like "0-7,16" */
+    int32_t n_threads;   /* 0: one per allowed CPU */
+    int64_t ctx_tokens;  /* longest sequence; 0 takes the model's, within the budget */
+    int32_t max_streams; /* sequences decoded together, 1..64; 0 is 8 */
+    int64_t max_queue;   /* requests waiting for a place; 0 is 256 */
+    uint64_t cache_bytes; /* sequence memory; 0 takes what max_streams need, at most
                             * a quarter of the memory this process may use */
-    hx_kv kv;              /* how latents are kept */
+    hx_kv kv;             /* how latents are kept */
 
     /* a GPU beside host memory */
     const char *mode; /* NULL or "auto": every lane; "gpu-only": no expert on the CPU */

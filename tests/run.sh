@@ -6,6 +6,7 @@ set -u
 build=$1
 part=${2:-all}
 passed=0 failed=0 skipped=0
+export CUDA_VISIBLE_DEVICES= # a GPU would be chosen where no device is named
 log=$(mktemp -d)
 trap 'rm -rf "$log"' EXIT
 

@@ -159,9 +159,8 @@ static const option options[] = {
     { "--isa", "NAME", "avx512, avx2 or scalar (the best this CPU has)", OPT_STR, AT(isa),
       0, ENGINE, 0, 0 },
     { "--device", "NAME",
-      "cpu, cuda, cuda:N, or ref: the double-precision reference, slow (cpu; quantize: "
-      "cuda "
-      "where there is a GPU)",
+      "cuda, cuda:N, cpu, or ref: the double-precision reference, slow (cuda where there "
+      "is a GPU and this build has code for one, else cpu)",
       OPT_STR, AT(device), 0, ENGINE | QUANTIZE, 0, 0 },
     { "--vram", "SIZE", "GPU memory to use (what is free)", OPT_SIZE, AT(vram), 0, ENGINE,
       0, 0 },

@@ -52,12 +52,9 @@ static uint64_t mix(uint64_t h, const void *p, size_t n)
 
 #define MIX_START 0xcbf29ce484222325u
 
-/* A GPU where there is one and no other device is named. */
 static const char *device_of(const job *j)
 {
-    if (j->c->device != NULL)
-        return j->c->device;
-    return hx_dev_free_bytes("cuda") > 0 ? "cuda" : "cpu";
+    return j->c->device != NULL ? j->c->device : hx_dev_default();
 }
 
 /* One line that is equal exactly where the output would be. A GPU encodes with the same

@@ -4,6 +4,7 @@
  * One stream per device carries every kernel and every copy, so that put and get are in
  * order with the operations. Nothing here computes. */
 #include <stdio.h>
+#include <unistd.h>
 
 #include "dev/cuda_dev.h"
 
@@ -188,15 +189,17 @@ int hx_cuda_spans_of(hx_cuda_spans *out, const hx_rows *r, const char *op, hx_er
 
 /* ---- open and close -------------------------------------------------- */
 
-int hx_cuda_count(void)
+bool hx_cuda_is_there(void)
 {
     int n = 0;
+    const cudaError_t rc = cudaGetDeviceCount(&n);
 
-    if (cudaGetDeviceCount(&n) != cudaSuccess) {
-        cudaGetLastError();
-        return 0;
-    }
-    return n;
+    if (rc == cudaSuccess)
+        return n > 0;
+    cudaGetLastError();
+    if (rc != cudaErrorInsufficientDriver)
+        return rc != cudaErrorNoDevice;
+    return access("/proc/driver/nvidia", F_OK) == 0 || access("/dev/dxg", F_OK) == 0;
 }
 
 /* Stands for all kernels: is there code for this GPU in the program? */
@@ -229,17 +232,6 @@ static cudaError_t use_device(int number)
     if (rc == cudaSuccess && cudaSetDeviceFlags(cudaDeviceScheduleBlockingSync) != rc)
         cudaGetLastError(); /* somebody else's choice stands: only waiting is dearer */
     return rc;
-}
-
-uint64_t hx_cuda_free_bytes(const char *name)
-{
-    const int number = device_number(name);
-    size_t free_bytes = 0, total = 0;
-
-    if (number < 0 || use_device(number) != cudaSuccess ||
-        cudaMemGetInfo(&free_bytes, &total) != cudaSuccess)
-        cudaGetLastError();
-    return free_bytes;
 }
 
 /* Finds the GPU and checks that this program can run on it. */
@@ -320,8 +312,9 @@ int hx_cuda_open(hx_dev *d, const hx_dev_opt *opt, hx_err *err)
         return rc;
     if (opt->isa != NULL)
         return hx_fail(err, HX_EARG,
-                       "device %s has no instruction sets to choose from (%s)", opt->name,
-                       opt->isa);
+                       "device %s has no instruction sets to choose from (%s); name the "
+                       "device cpu, or leave it out",
+                       opt->name, opt->isa);
     const cudaError_t made = cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking);
     if (made != cudaSuccess)
         return hx_cuda_fail(err, opt->name, made);

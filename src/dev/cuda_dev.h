@@ -36,10 +36,9 @@ int hx_cuda_open(hx_dev *d, const hx_dev_opt *opt, hx_err *err);
 void hx_cuda_close(hx_dev *d);
 /* Waits for all that was launched; the error of a kernel that failed. */
 int hx_cuda_sync(hx_dev *d, hx_err *err);
-/* Free memory of "cuda" or "cuda:N"; 0 when there is none such. */
-uint64_t hx_cuda_free_bytes(const char *name);
-/* Devices there are; 0 without a driver. */
-int hx_cuda_count(void);
+/* Has this system a GPU, or the kernel's part of a driver for one? Then whatever keeps it
+ * from being used is an error of opening it, not a reason to go without it. */
+bool hx_cuda_is_there(void);
 
 /* The operations; that of moe is hx_cuda_moe_op, for cuda.h has a struct hx_cuda_moe. */
 #define HX_CUDA_OPS(X)                                                                   \

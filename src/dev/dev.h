@@ -617,7 +617,7 @@ typedef struct {
 } hx_dev_limits;
 
 typedef struct {
-    const char *name, *isa, *cpus; /* as in hx_options; NULL: default */
+    const char *name, *isa, *cpus; /* as in hx_options; NULL: hx_dev_default(), … */
     int32_t n_threads;
     hx_dev_limits limits;
 } hx_dev_opt;
@@ -625,8 +625,8 @@ typedef struct {
 /* Errors: HX_EARG (unknown name or isa, this CPU lacks it), HX_ENOMEM, HX_EUNSUP (which
  * operation the device lacks). */
 int hx_dev_open(hx_dev **out, const hx_dev_opt *opt, hx_err *err);
-/* Free memory of a device by name, before it is opened; 0: none of its own, or unknown. */
-uint64_t hx_dev_free_bytes(const char *name);
+/* What a name left out stands for: cuda where there is a GPU and code for one, else cpu. */
+const char *hx_dev_default(void);
 void hx_dev_close(hx_dev *d);
 
 /* Zeroed memory on the device, and copies to and from it. is_host: buffers are plain

@@ -815,14 +815,14 @@ typedef struct {
     size_t (*scratch_bytes)(const hx_dev_limits *, int n_thread); /* of the host */
     int (*open)(hx_dev *, const hx_dev_opt *, hx_err *); /* NULL: nothing of its own */
     void (*close)(hx_dev *);
-    uint64_t (*free_bytes)(const char *name); /* NULL: no memory of its own */
+    bool (*is_there)(void); /* NULL: not chosen unless named */
 } backend;
 
 static const backend backends[] = {
     { &hx_cpu_ops, hx_cpu_scratch_bytes, NULL, NULL, NULL },
     { &hx_ref_ops, hx_ref_scratch_bytes, NULL, NULL, NULL },
 #ifdef HX_CUDA
-    { &hx_cuda_ops, NULL, hx_cuda_open, hx_cuda_close, hx_cuda_free_bytes },
+    { &hx_cuda_ops, NULL, hx_cuda_open, hx_cuda_close, hx_cuda_is_there },
 #endif
 };
 
@@ -901,16 +901,17 @@ static int choose_isa(hx_dev *d, const char *name, hx_err *err)
                    name);
 }
 
-uint64_t hx_dev_free_bytes(const char *name)
+const char *hx_dev_default(void)
 {
-    const backend *b = find_backend(name != NULL ? name : "cpu");
-
-    return b != NULL && b->free_bytes != NULL ? b->free_bytes(name) : 0;
+    for (size_t i = 0; i < HX_LEN(backends); i++)
+        if (backends[i].is_there != NULL && backends[i].is_there())
+            return backends[i].ops->name;
+    return hx_cpu_ops.name;
 }
 
 int hx_dev_open(hx_dev **out, const hx_dev_opt *opt, hx_err *err)
 {
-    const char *name = opt->name != NULL ? opt->name : "cpu", *missing;
+    const char *name = opt->name != NULL ? opt->name : hx_dev_default(), *missing;
     const backend *b = find_backend(name);
     hx_dev *d = NULL;
     int rc;
