@@ -624,11 +624,13 @@ static void test_metrics(void **state)
         "vllm:request_params_max_tokens_bucket{",
         "vllm:request_time_per_output_token_seconds_bucket{",
         "vllm:iteration_tokens_total_bucket{",
+        "vllm:prompt_tokens_total{model_name=\"demo-exl3\"} 12345678\n", /* to the last */
         "hoist_healthy 1",
     };
 
     (void)state;
     ask(e, &(hx_request) { HELLO, .max_new = 5, .ignore_eos = true }, a);
+    hx_count(HX_C_prompt_tokens_total, 12345678 - hx_counted(HX_C_prompt_tokens_total));
     assert_in_range(hx_metrics(e, text, 1 << 20), 1000, 1 << 20);
     for (size_t i = 0; i < HX_LEN(want); i++)
         if (strstr(text, want[i]) == NULL)
