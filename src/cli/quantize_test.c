@@ -268,6 +268,11 @@ static void calibration_files(void **state)
     put_file("uneven.json", "[[1,2,3],[1],[2]]");
     assert_int_equal(qz_text_read(&t, path_of("uneven.json"), TINY, 10, 2048, 64, &err),
                      HX_EFORMAT);
+    put_file("longer.json", "[[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16],"
+                            "[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18]]");
+    assert_int_equal(qz_text_read(&t, path_of("longer.json"), TINY, 10, 2048, 64, &err),
+                     HX_EFORMAT);
+    assert_non_null(strstr(err.msg, "row 1 has 18 ids, expected 16"));
     put_file("short.txt", "too short");
     assert_int_equal(
         qz_text_read(&t, path_of("short.txt"), "models/demo-exl3", 10, 2048, 4096, &err),
