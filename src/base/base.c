@@ -779,16 +779,17 @@ double hx_rng_normal(uint64_t seed, uint64_t counter)
 /* Where the two generations of control groups keep one limit. */
 typedef struct {
     const char *controller; /* "" is version 2 */
-    const char *mount, *limit, *period;
+    const char *mount, *limit, *usage, *stat_key;
 } cgroup_files;
 
 static const cgroup_files cgroup_memory[] = {
-    { "", "/sys/fs/cgroup", "memory.max", NULL },
-    { "memory", "/sys/fs/cgroup/memory", "memory.limit_in_bytes", NULL },
+    { "", "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file" },
+    { "memory", "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+      "total_inactive_file" },
 };
 static const cgroup_files cgroup_cpu[] = {
-    { "", "/sys/fs/cgroup", "cpu.max", NULL },
-    { "cpu", "/sys/fs/cgroup/cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us" },
+    { "", "/sys/fs/cgroup", "cpu.max", NULL, NULL },
+    { "cpu", "/sys/fs/cgroup/cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us", NULL },
 };
 
 /* A small text file of the kernel, NUL-terminated. */
@@ -822,8 +823,8 @@ static uint64_t text_field(const char *text, const char *key, uint64_t dflt)
     return dflt;
 }
 
-/* A file of the kernel in `dir`; false when it is missing. */
-static bool read_in(const char *dir, const char *name, char *buf, size_t cap)
+/* A file of the group at `dir`; false when it is missing. */
+static bool cgroup_read(const char *dir, const char *name, char *buf, size_t cap)
 {
     char path[4096];
     const int len = snprintf(path, sizeof(path), "%s/%s", dir, name);
@@ -862,12 +863,13 @@ static void cgroup_walk(const char *root, const cgroup_files *f,
                         void (*fn)(void *ud, const char *dir, const cgroup_files *f),
                         void *ud)
 {
-    char text[8192], dir[4096];
+    char text[8192], path[4096], dir[4096];
     hx_str group;
     size_t base;
     int len;
 
-    if (!read_in(root, "proc/self/cgroup", text, sizeof(text)) ||
+    len = snprintf(path, sizeof(path), "%s/proc/self/cgroup", root);
+    if (len < 0 || (size_t)len >= sizeof(path) || !read_text(path, text, sizeof(text)) ||
         !cgroup_path(text, f->controller, &group))
         return;
     len = snprintf(dir, sizeof(dir), "%s%s%.*s", root, f->mount, (int)group.n, group.p);
@@ -885,33 +887,56 @@ static void cgroup_walk(const char *root, const cgroup_files *f,
     }
 }
 
-/* "max" and a missing file are no limit. */
+typedef struct {
+    uint64_t limit, left;
+} mem_limits;
+
 static void lower_memory(void *ud, const char *dir, const cgroup_files *f)
 {
-    uint64_t *bytes = ud;
-    char text[64];
+    mem_limits *m = ud;
+    char text[16384];
+    uint64_t limit, usage = 0, idle;
 
-    if (read_in(dir, f->limit, text, sizeof(text)) && isdigit((unsigned char)text[0]))
-        *bytes = HX_MIN(*bytes, strtoull(text, NULL, 10));
+    /* "max" and a missing file are no limit. */
+    if (!cgroup_read(dir, f->limit, text, sizeof(text)) ||
+        !isdigit((unsigned char)text[0]))
+        return;
+    limit = strtoull(text, NULL, 10);
+    if (cgroup_read(dir, f->usage, text, sizeof(text)))
+        usage = strtoull(text, NULL, 10);
+    /* Page cache that nobody used lately is charged to us but goes when we ask. */
+    cgroup_read(dir, "memory.stat", text, sizeof(text));
+    idle = text_field(text, f->stat_key, 0);
+    usage -= HX_MIN(usage, idle);
+    m->limit = HX_MIN(m->limit, limit);
+    m->left = HX_MIN(m->left, limit - HX_MIN(limit, usage));
 }
 
-static uint64_t memory_limit(const char *root)
+static mem_limits memory_limits(const char *root)
 {
     const uint64_t physical =
         (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
-    uint64_t bytes = physical;
-    char text[8192];
+    mem_limits m = { physical, physical };
+    char text[8192], path[4096];
+    const int len = snprintf(path, sizeof(path), "%s/proc/meminfo", root);
 
-    if (read_in(root, "proc/meminfo", text, sizeof(text)))
-        bytes = text_field(text, "MemTotal", physical / 1024) * 1024;
+    if (len > 0 && (size_t)len < sizeof(path) && read_text(path, text, sizeof(text))) {
+        m.limit = text_field(text, "MemTotal", physical / 1024) * 1024;
+        m.left = text_field(text, "MemAvailable", m.limit / 1024) * 1024;
+    }
     for (size_t i = 0; i < HX_LEN(cgroup_memory); i++)
-        cgroup_walk(root, &cgroup_memory[i], lower_memory, &bytes);
-    return bytes;
+        cgroup_walk(root, &cgroup_memory[i], lower_memory, &m);
+    return m;
 }
 
 uint64_t hx_sys_mem_bytes(void)
 {
-    return memory_limit("");
+    return memory_limits("").limit;
+}
+
+uint64_t hx_sys_mem_free_bytes(void)
+{
+    return memory_limits("").left;
 }
 
 uint64_t hx_sys_rss_bytes(void)
@@ -933,12 +958,12 @@ static void lower_cpus(void *ud, const char *dir, const cgroup_files *f)
     int64_t quota, period = 0;
     char *end;
 
-    if (!read_in(dir, f->limit, text, sizeof(text)))
+    if (!cgroup_read(dir, f->limit, text, sizeof(text)))
         return;
     quota = strtoll(text, &end, 10);
-    if (f->period == NULL)
+    if (f->usage == NULL)
         period = strtoll(end, NULL, 10);
-    else if (read_in(dir, f->period, text, sizeof(text)))
+    else if (cgroup_read(dir, f->usage, text, sizeof(text)))
         period = strtoll(text, NULL, 10);
     if (quota > 0 && period > 0)
         *n_cpu = (int)HX_MIN(*n_cpu, (quota - 1) / period + 1);

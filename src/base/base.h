@@ -170,6 +170,7 @@ double hx_rng_normal(uint64_t seed, uint64_t counter); /* mean 0, deviation 1 */
 
 /* Memory this process may use: physical, or the cgroup's limit if lower. */
 uint64_t hx_sys_mem_bytes(void);
+uint64_t hx_sys_mem_free_bytes(void);
 uint64_t hx_sys_rss_bytes(void);
 /* CPUs this process may run on (cpuset, cgroup quota rounded up), at least 1. */
 int hx_sys_n_cpu(void);

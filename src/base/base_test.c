@@ -629,6 +629,7 @@ static void test_machine(void **state)
     assert_true(before > 1 << 20 && after > before + (60 << 20));
     hx_unmap(p, 64 << 20);
     assert_true(hx_sys_mem_bytes() > 64 << 20);
+    assert_true(hx_sys_mem_free_bytes() <= hx_sys_mem_bytes());
     assert_in_range(hx_sys_n_cpu(), 1, online);
     usleep(2000);
     assert_in_range(hx_now_us() - us, 2000, 60000000);
@@ -639,16 +640,21 @@ static void test_cgroup_v2(void **state)
 {
     const char *dir = *state;
 
-    make_file(dir, "proc/meminfo", "MemFree: 1 kB\nMemTotal:  1000 kB\n");
+    make_file(dir, "proc/meminfo",
+              "MemTotal:  1000 kB\nMemFree: 1 kB\nMemAvailable: 800 kB\n");
     make_file(dir, "proc/self/cgroup", "0::/a.slice/b.scope\n");
     make_file(dir, "sys/fs/cgroup/a.slice/b.scope/memory.max", "max\n");
-    assert_int_equal(memory_limit(dir), 1000 * 1024);
+    assert_int_equal(memory_limits(dir).limit, 1000 * 1024);
+    assert_int_equal(memory_limits(dir).left, 800 * 1024);
     assert_int_equal(cpu_limit(dir, 8), 8);
-    /* A limit of the group around ours holds too. */
+    /* A limit of the group around ours holds too; idle page cache counts as free. */
     make_file(dir, "sys/fs/cgroup/a.slice/memory.max", "500000\n");
+    make_file(dir, "sys/fs/cgroup/a.slice/memory.current", "400000\n");
+    make_file(dir, "sys/fs/cgroup/a.slice/memory.stat", "anon 1\ninactive_file 50000\n");
     make_file(dir, "sys/fs/cgroup/a.slice/cpu.max", "250000 100000\n");
     make_file(dir, "sys/fs/cgroup/a.slice/b.scope/cpu.max", "max 100000\n");
-    assert_int_equal(memory_limit(dir), 500000);
+    assert_int_equal(memory_limits(dir).limit, 500000);
+    assert_int_equal(memory_limits(dir).left, 150000);
     assert_int_equal(cpu_limit(dir, 8), 3);
     assert_int_equal(cpu_limit(dir, 2), 2);
     make_file(dir, "sys/fs/cgroup/cpu.max", "1000 100000\n");
@@ -663,16 +669,21 @@ static void test_cgroup_v1(void **state)
     make_file(dir, "proc/self/cgroup",
               "12:cpuset:/x\n5:cpu,cpuacct:/docker/1\n"
               "4:memory:/docker/1\n0::/\n");
-    make_file(dir, "proc/meminfo", "MemTotal: 1000 kB\n");
+    make_file(dir, "proc/meminfo", "MemTotal: 1000 kB\nMemAvailable: 800 kB\n");
     make_file(dir, "sys/fs/cgroup/memory/memory.limit_in_bytes", "300000\n");
+    make_file(dir, "sys/fs/cgroup/memory/memory.usage_in_bytes", "100000\n");
+    make_file(dir, "sys/fs/cgroup/memory/memory.stat",
+              "inactive_file 7\n"
+              "total_inactive_file 20000\n");
     make_file(dir, "sys/fs/cgroup/cpu/docker/1/cpu.cfs_quota_us", "200000\n");
     make_file(dir, "sys/fs/cgroup/cpu/docker/1/cpu.cfs_period_us", "100000\n");
     make_file(dir, "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "-1\n");
     make_file(dir, "sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n");
-    assert_int_equal(memory_limit(dir), 300000);
+    assert_int_equal(memory_limits(dir).limit, 300000);
+    assert_int_equal(memory_limits(dir).left, 220000);
     assert_int_equal(cpu_limit(dir, 8), 2);
     make_file(dir, "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n");
-    assert_int_equal(memory_limit(dir), 1000 * 1024);
+    assert_int_equal(memory_limits(dir).limit, 1000 * 1024);
 }
 
 /* ---- worker pool ----------------------------------------------------- */
