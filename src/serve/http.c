@@ -33,10 +33,10 @@
 #define WRITE_BYTES   1048576 /* of one write */
 #define SLICE_BYTES   65536   /* of one that waits for the client */
 #define AHEAD_BYTES   65536   /* read past a request in work; then reading does stop */
-/* Above the limit, to hear a 503; others, and those who would have to shake hands first,
- * are closed. */
-#define SPARE_PLACES 64
-#define BODIES       16 /* times max_body_bytes: memory of all bodies together */
+#define SPARE_PLACES                                                                     \
+    64            /* above the limit, to hear a 503; others, and those who
+                               * would have to shake hands first, are closed */
+#define BODIES 16 /* times max_body_bytes: memory of all bodies together */
 
 typedef enum {
     IDLE,    /* between requests: no reader, no buffers */
