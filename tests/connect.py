@@ -147,6 +147,13 @@ def test_write_new():
     assert os.path.exists(f'{h}/.aider.conf.yml') and os.path.exists(f'{h}/.aider.model.metadata.json')
 
 
+def test_write_far():
+    h = home('x' * 250)
+    connect('opencode', '--write', '--home', h, answer='y\n')
+    assert os.path.exists(f'{h}/.config/opencode/opencode.json')
+    assert 'at most' in connect('opencode', '--write', '--home', h + '/y' * 200, answer='y\n', rc=1)[1]
+
+
 def test_write_merges():
     h = home('merges')
     path = f'{h}/.config/opencode/opencode.json'

@@ -11,7 +11,8 @@ if ! /usr/bin/python3 tests/quantize_mini.py make "$tmp/mini" 2>"$tmp/log"; then
     exit 1
 fi
 
-quantize() { "$hoist" quantize "$tmp/mini" "$@" --calib "$tmp/mini/calib.json" </dev/null; }
+# What speaks of the source's own files stays there.
+echo '{"repo":"a/b"}' >"$tmp/mini/hoist-source.json"
 
 refuse() { local name=$1 pattern=$2; shift 2; check "$name" 1 "$pattern" "$hoist" quantize "$@"; }
 
@@ -48,6 +49,7 @@ if diff -r "$tmp/killed" "$tmp/whole" >"$tmp/log"; then
 else
     echo "not ok quantize_same_bytes: $(head -n 4 "$tmp/log" | tr "\n" " ")"
 fi
+if [ -e "$tmp/whole/hoist-source.json" ]; then echo 'not ok quantize_source: copied'; else echo 'ok quantize_source'; fi
 /usr/bin/python3 tests/quantize_mini.py check "$tmp/mini" "$tmp/whole" || true
 echo '[1,5,9,33,60,2,7,8,9,10,11,12]' >"$tmp/ids.json"
 check sums 0 'checksums: all [0-9]+ tensors are as' "$hoist" inspect "$tmp/whole" --verify

@@ -47,6 +47,8 @@ r = json.load(sys.stdin)
 r["answer"][7] = 1
 print(json.dumps(r))' >"$tmp/other"
 check replay_different 1 '^different: token 7 of the answer is [0-9]+, was 1' "$build/hoist" run $demo --ctx 4096 --replay "$tmp/other"
+sed -n 5p "$tmp/record" | sed 's/"finish":"length"/"finish":"eos"/' >"$tmp/ended"
+check replay_other_end 1 '^different: ends after 50 tokens \(length\), was 50 \(eos\)' "$build/hoist" run $demo --ctx 4096 --replay "$tmp/ended"
 check replay_no_line 1 'no line 99999' "$build/hoist" run $demo --replay "$tmp/record:99999"
 echo "{}" >"$tmp/none"
 check replay_no_record 1 "no record" "$build/hoist" run $demo --replay "$tmp/none"

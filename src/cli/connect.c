@@ -488,7 +488,9 @@ static int write_part(const part *p, const char *home, hx_str text, hx_err *err)
     size_t n = 0;
     int rc = 0;
 
-    snprintf(path, sizeof path, "%.200s/%s", home, p->path);
+    if (snprintf(path, sizeof path, "%s/%s", home, p->path) >= (int)sizeof path)
+        return hx_fail(err, HX_EARG, "--home: %zu bytes, at most %zu", strlen(home),
+                       sizeof path - strlen(p->path) - 2);
     snprintf(old, sizeof old, "%s.bak", path);
     snprintf(fresh, sizeof fresh, "%s.new", path);
     if (hx_file_exists(path) && (rc = hx_file_read(path, 1 << 24, &was, &n, err)) != 0)

@@ -1,6 +1,6 @@
 /* main.c - the command line: one table of commands and one of options, from which help,
  * man page and parsing follow; opening an engine with its progress. Commands live in
- * run.c, chat.c and tools.c. The only place that prints or sets the exit status. */
+ * files of their own (cmd_* in cli.h). The only place that prints or sets the exit status. */
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>

@@ -50,15 +50,19 @@ struct qz_calib {
 
 /* ---- text ------------------------------------------------------------------- */
 
+/* The last row may be shorter. */
 static int read_json_rows(qz_text *t, const hx_json *j, int64_t max_rows, hx_err *err)
 {
     const size_t rows = HX_MIN(hx_json_len(j), (size_t)max_rows);
 
-    for (size_t r = 0; r < rows; r++)
-        if (hx_json_len(hx_json_at(j, r)) != (size_t)t->cols && r + 1 < rows)
+    for (size_t r = 0; r < rows; r++) {
+        const size_t n = hx_json_len(hx_json_at(j, r)), cols = (size_t)t->cols;
+
+        if (n > cols || (n < cols && r + 1 < rows))
             return hx_fail(err, HX_EFORMAT,
-                           "calibration: row %zu has %zu ids, expected %lld as in row 0",
-                           r, hx_json_len(hx_json_at(j, r)), (long long)t->cols);
+                           "calibration: row %zu has %zu ids, expected %zu as in row 0",
+                           r, n, cols);
+    }
     if ((t->id = hx_realloc(NULL, (rows * (size_t)t->cols + 1) * sizeof *t->id)) == NULL)
         return hx_fail(err, HX_ENOMEM, "calibration: no memory");
     for (size_t r = 0; r < rows; r++)

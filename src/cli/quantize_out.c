@@ -522,8 +522,20 @@ static bool has_tail(const char *s, const char *tail)
     return n >= m && strcmp(s + n - m, tail) == 0;
 }
 
-/* Everything else that lies in the source folder: tokenizer, template, generation config,
- * licence. */
+/* Tokenizer, template, generation config, licence; not what is made anew, or speaks of the
+ * source's own files: a folder with those checksums would look damaged. */
+static bool is_copied(const char *name)
+{
+    static const char *const left[] = { "config.json", HX_SUMS_FILE,
+                                        "hoist-source.json" };
+    bool copied = name[0] != '.' && !has_tail(name, ".safetensors") &&
+                  !has_tail(name, ".safetensors.index.json");
+
+    for (size_t i = 0; i < HX_LEN(left); i++)
+        copied = copied && strcmp(name, left[i]) != 0;
+    return copied;
+}
+
 static int copy_rest(const qz_out *o, const char *source, hx_err *err)
 {
     DIR *d = opendir(source);
@@ -537,9 +549,7 @@ static int copy_rest(const qz_out *o, const char *source, hx_err *err)
         struct stat st;
         size_t n;
 
-        if (e->d_name[0] == '.' || has_tail(e->d_name, ".safetensors") ||
-            has_tail(e->d_name, ".safetensors.index.json") ||
-            strcmp(e->d_name, "config.json") == 0)
+        if (!is_copied(e->d_name))
             continue;
         if ((rc = join(from, sizeof from, source, e->d_name, err)) != 0 ||
             (rc = join(to, sizeof to, o->dir, e->d_name, err)) != 0)

@@ -180,6 +180,11 @@ static int try_unit(qz_plan *p, const hx_tensor *t, hx_err *err)
         }
         if (r == NULL)
             return 0;
+        if (r->class == QZ_ROUTED &&
+            (expert < 0 || expert >= d->n_expert ||
+             (layer < d->n_layer && d->ffn[layer] != HX_FFN_MOE)))
+            return hx_fail(err, HX_EFORMAT,
+                           "checkpoint: %.120s: config.json has no such expert", t->name);
     }
     if ((u = add_unit(p)) == NULL)
         return no_memory(err);
@@ -207,7 +212,10 @@ static int try_unit(qz_plan *p, const hx_tensor *t, hx_err *err)
         u->n_src = 3;
         u->n *= 3;
     }
-    return u->key != NULL && u->src[0] != NULL ? 1 : no_memory(err);
+    for (int i = 0; i < u->n_src; i++)
+        if (u->key == NULL || u->src[i] == NULL)
+            return no_memory(err);
+    return 1;
 }
 
 /* ---- what is copied --------------------------------------------------------- */
@@ -360,13 +368,13 @@ int qz_plan_rates(qz_plan *p, hx_err *err)
     const int64_t n_layer = p->model->desc.n_layer;
     const int32_t least = raise_rate(p, 0),
                   low = HX_MAX(least, 2 * ((int32_t)p->opt.bits - 1));
-    double(*size)[QZ_N_CLASS] = hx_calloc((size_t)n_layer + 1, sizeof *size);
+    double(*size)[QZ_N_CLASS] = hx_calloc((size_t)n_layer, sizeof *size);
     double total = 0, used = 0;
 
     if (size == NULL)
         return no_memory(err);
     for (int64_t i = 0; i < p->n_unit; i++)
-        if (p->unit[i].layer >= 0)
+        if (p->unit[i].layer >= 0 && p->unit[i].layer < n_layer)
             size[p->unit[i].layer][p->unit[i].class] +=
                 (double)p->unit[i].n * (double)p->unit[i].k;
     for (int64_t l = 0; l < n_layer; l++)

@@ -181,6 +181,30 @@ static void plan_without_memory(void **state)
     hx_model_close(m);
 }
 
+/* Tensors of layers and experts that config.json does not have. */
+static void more_than_config_says(void **state)
+{
+    const qz_plan_opt o = options(4);
+    hx_model *m;
+    hx_err err;
+    qz_plan p;
+
+    (void)state;
+    assert_int_equal(hx_model_open_mapped(&m, TINY, NULL), 0);
+    m->desc.n_expert--;
+    assert_int_equal(qz_plan_open(&p, m, &o, &err), HX_EFORMAT);
+    assert_non_null(strstr(err.msg, "no such expert"));
+    m->desc.n_expert++;
+    m->desc.n_layer -= 3;
+    assert_int_equal(qz_plan_open(&p, m, &o, &err), 0);
+    assert_int_equal(qz_plan_rates(&p, &err), 0);
+    for (int64_t i = 0; i < p.n_unit; i++)
+        assert_in_range(p.unit[i].k2, 2, 16);
+    m->desc.n_layer += 3;
+    qz_plan_close(&p);
+    hx_model_close(m);
+}
+
 /* ---- Hessians ------------------------------------------------------------- */
 
 /* The shrinkage by its definition, row by row in double, for few and for many rows. */
@@ -268,6 +292,11 @@ static void calibration_files(void **state)
     put_file("uneven.json", "[[1,2,3],[1],[2]]");
     assert_int_equal(qz_text_read(&t, path_of("uneven.json"), TINY, 10, 2048, 64, &err),
                      HX_EFORMAT);
+    put_file("longer.json", "[[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16],"
+                            "[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18]]");
+    assert_int_equal(qz_text_read(&t, path_of("longer.json"), TINY, 10, 2048, 64, &err),
+                     HX_EFORMAT);
+    assert_non_null(strstr(err.msg, "row 1 has 18 ids, expected 16"));
     put_file("short.txt", "too short");
     assert_int_equal(
         qz_text_read(&t, path_of("short.txt"), "models/demo-exl3", 10, 2048, 4096, &err),
@@ -340,6 +369,7 @@ int main(void)
         cmocka_unit_test(rates_follow_weights),
         cmocka_unit_test(layout),
         cmocka_unit_test(plan_without_memory),
+        cmocka_unit_test(more_than_config_says),
         cmocka_unit_test(shrinkage),
         cmocka_unit_test(calibration_files),
         cmocka_unit_test(journal),

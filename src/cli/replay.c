@@ -187,9 +187,31 @@ static int64_t compare(const recorded *q, const hx_event *ev, int64_t at)
     return -1;
 }
 
-static int run_again(hx_engine *e, recorded *q, hx_err *err)
+/* Says whether at tokens, the last event's among them, are those of the record; diff: the
+ * first that is not, or -1. 0: they are, and the answer ended as it did. */
+static int report(const recorded *q, const hx_event *ev, int64_t at, int64_t diff,
+                  bool whole_answer)
 {
     static const char *const finish[] = { "none", "eos", "text", "length", "cancel" };
+    const bool same_end = !whole_answer || hx_str_is(q->finish, finish[ev->stop]);
+
+    if (diff < 0 && at == q->n_want && same_end) {
+        printf("equal: %lld tokens, %.*s\n", (long long)at, (int)q->finish.n,
+               q->finish.p);
+        return 0;
+    }
+    if (diff >= 0)
+        printf("different: token %lld of the answer is %d, was %d\n", (long long)diff,
+               ev->tokens[diff - (at - ev->n_tokens)],
+               diff < q->n_want ? q->want[diff] : -1);
+    else
+        printf("different: ends after %lld tokens (%s), was %lld (%.*s)\n", (long long)at,
+               finish[ev->stop], (long long)q->n_want, (int)q->finish.n, q->finish.p);
+    return HX_EFORMAT;
+}
+
+static int run_again(hx_engine *e, recorded *q, hx_err *err)
+{
     const bool whole_answer = hx_str_is(q->finish, "eos") ||
                               hx_str_is(q->finish, "text") ||
                               hx_str_is(q->finish, "length");
@@ -212,18 +234,8 @@ static int run_again(hx_engine *e, recorded *q, hx_err *err)
     }
     if (ev.kind == HX_EV_ERROR)
         rc = hx_fail(err, ev.err.code, "%.200s", ev.err.msg);
-    else if (diff >= 0)
-        printf("different: token %lld of the answer is %d, was %d\n", (long long)diff,
-               ev.tokens[diff - (at - ev.n_tokens)],
-               diff < q->n_want ? q->want[diff] : -1);
-    else if (at < q->n_want || (whole_answer && !hx_str_is(q->finish, finish[ev.stop])))
-        printf("different: ends after %lld tokens (%s), was %lld (%.*s)\n", (long long)at,
-               finish[ev.stop], (long long)q->n_want, (int)q->finish.n, q->finish.p);
     else
-        printf("equal: %lld tokens, %.*s\n", (long long)at, (int)q->finish.n,
-               q->finish.p);
-    if (diff >= 0 || at < q->n_want)
-        rc = rc != 0 ? rc : HX_EFORMAT;
+        rc = report(q, &ev, at, diff, whole_answer);
     hx_stream_free(s);
     return rc;
 }

@@ -1261,7 +1261,7 @@ static void write_vllm(hx_sb *b, const hx_engine *e, const hx_status *st)
     for (size_t i = 0; i < HX_LEN(all); i++) {
         if (all[i].type != NULL)
             hx_sb_printf(b, "# TYPE vllm:%s %s\n", all[i].name, all[i].type);
-        hx_sb_printf(b, "vllm:%s{%s%s} %.6g\n", all[i].name, label, all[i].more,
+        hx_sb_printf(b, "vllm:%s{%s%s} %.15g\n", all[i].name, label, all[i].more,
                      all[i].v);
     }
     hx_histograms_write(b, "vllm:", label);

@@ -111,10 +111,9 @@ struct hx_stream {
     hx_engine *engine;
     hx_request req; /* arrays live in arena */
     hx_arena arena;
-    const hx_score_args
-        *score; /* of hx_score(), in arena, else NULL; what it points to is
-                                 * the caller's */
-    bool left;  /* the caller is gone with that; under engine->score_lock */
+    /* Of hx_score(), in arena, else NULL; what it points to is the caller's. */
+    const hx_score_args *score;
+    bool left; /* the caller is gone with that; under engine->score_lock */
 
     /* the engine thread's */
     hx_seq_state state;
@@ -247,8 +246,7 @@ struct hx_engine {
     hx_grammars *grammars;
 
     pthread_mutex_t lock;
-    pthread_mutex_t
-        score_lock; /* held while rows are written to the caller of hx_score() */
+    pthread_mutex_t score_lock; /* held while rows go to the caller of hx_score() */
     pthread_cond_t wake;
     pthread_t thread;
     bool started;

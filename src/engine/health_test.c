@@ -2,7 +2,7 @@
  * stall, logits that are no numbers, logits that do not change, a model that changed its
  * mind, memory that runs out, limits of a client, what the record holds. A tap of the
  * graph plays the fault. */
-#include "../../tests/golden.h"
+#include "../../tests/demo.h"
 
 #include <dirent.h>
 #include <math.h>
@@ -11,14 +11,6 @@
 #include <unistd.h>
 
 #include "engine/engine.h"
-
-#define DEMO "models/demo-exl3"
-
-static const char *device; /* NULL: cpu */
-
-static const int32_t hello[] = { 4034, 4036, 4038, 436, 438,  25,
-                                 584,  4039, 1718, 0,   4040, 4053 };
-#define HELLO .tokens = hello, .n_tokens = HX_LEN(hello)
 
 static hx_engine *open_demo(const hx_options *more)
 {
@@ -35,44 +27,6 @@ static hx_engine *open_demo(const hx_options *more)
     if (hx_open(&e, &opt, &err) != 0)
         fail_msg("%s", err.msg);
     return e;
-}
-
-typedef struct {
-    int32_t token[2048];
-    int32_t n;
-    hx_event end;
-} answer;
-
-static hx_stream *submit(hx_engine *e, const hx_request *r)
-{
-    hx_stream *s;
-    hx_err err = { 0 };
-
-    if (hx_submit(e, r, &s, &err) != 0)
-        fail_msg("%s", err.msg);
-    return s;
-}
-
-static void read_all(hx_stream *s, answer *a)
-{
-    a->n = 0;
-    do {
-        assert_int_equal(hx_next(s, &a->end, 60000), 1);
-        if (a->end.kind != HX_EV_TOKENS)
-            continue;
-        assert_true(a->n + a->end.n_tokens <= (int32_t)HX_LEN(a->token));
-        memcpy(a->token + a->n, a->end.tokens,
-               (size_t)a->end.n_tokens * sizeof *a->token);
-        a->n += a->end.n_tokens;
-    } while (a->end.kind != HX_EV_DONE && a->end.kind != HX_EV_ERROR);
-}
-
-static void ask(hx_engine *e, const hx_request *r, answer *a)
-{
-    hx_stream *s = submit(e, r);
-
-    read_all(s, a);
-    hx_stream_free(s);
 }
 
 static const char *fault_of(hx_engine *e)
@@ -396,11 +350,8 @@ static int read_some(hx_stream *s, answer *a)
 
     if (ended || hx_next(s, &a->end, 5) != 1)
         return 0;
-    if (a->end.kind == HX_EV_TOKENS) {
-        memcpy(a->token + a->n, a->end.tokens,
-               (size_t)a->end.n_tokens * sizeof *a->token);
-        a->n += a->end.n_tokens;
-    }
+    if (a->end.kind == HX_EV_TOKENS)
+        collect(&a->end, a);
     return a->end.kind == HX_EV_DONE || a->end.kind == HX_EV_ERROR;
 }
 
@@ -624,11 +575,13 @@ static void test_metrics(void **state)
         "vllm:request_params_max_tokens_bucket{",
         "vllm:request_time_per_output_token_seconds_bucket{",
         "vllm:iteration_tokens_total_bucket{",
+        "vllm:prompt_tokens_total{model_name=\"demo-exl3\"} 12345678\n", /* to the last */
         "hoist_healthy 1",
     };
 
     (void)state;
     ask(e, &(hx_request) { HELLO, .max_new = 5, .ignore_eos = true }, a);
+    hx_count(HX_C_prompt_tokens_total, 12345678 - hx_counted(HX_C_prompt_tokens_total));
     assert_in_range(hx_metrics(e, text, 1 << 20), 1000, 1 << 20);
     for (size_t i = 0; i < HX_LEN(want); i++)
         if (strstr(text, want[i]) == NULL)
@@ -698,8 +651,6 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_record),
     };
 
-    if (argc > 1)
-        cmocka_set_test_filter(argv[1]);
-    device = argc > 2 ? argv[2] : NULL;
+    demo_args(argc, argv);
     return cmocka_run_group_tests_name("health", tests, NULL, NULL);
 }

@@ -94,13 +94,13 @@ static bool run_pass(hx_engine *e, bool make)
 static void *run_scrub(void *ud)
 {
     hx_engine *e = ud;
-    int64_t start;
+    for (;;) {
+        const int64_t start = hx_now_us();
 
-    do
-        start = hx_now_us();
-    while (run_pass(e, e->scrub.make) && sleep_until(e, start + e->scrub.every_us) &&
-           !(e->scrub.make = false));
-    return NULL;
+        if (!run_pass(e, e->scrub.make) || !sleep_until(e, start + e->scrub.every_us))
+            return NULL;
+        e->scrub.make = false;
+    }
 }
 
 int hx_scrub_start(hx_engine *e, const hx_options *opt, hx_err *err)

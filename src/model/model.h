@@ -4,11 +4,11 @@
  * Knows tensors and positions; knows neither requests nor text.
  *
  * Shape letters, here and in every comment below:
- *   R rows (tokens in a call)   D model width        S residual streams (mHC)   H heads
- *   K key width                 V value width        Z latent rank              I index
- * width C cached positions          P tokens per pool    E experts                  A
- * active experts F expert width              N vocabulary         Q slots (sequences with
- * state) */
+ *   R rows (tokens in a call)   D model width    S residual streams (mHC)
+ *   H heads                     K key width      V value width
+ *   Z latent rank               I index width    C cached positions
+ *   P tokens per pool           E experts        A active experts
+ *   F expert width              N vocabulary     Q slots (sequences with state) */
 #ifndef HX_MODEL_H
 #define HX_MODEL_H
 

@@ -79,11 +79,15 @@ static void run(rig *r, int32_t slot, hx_phase phase, const int32_t *ids, int64_
         r->first = s->n_pos;
         r->layer = -1;
         r->phase = phase;
+        if (r->tap == NULL) /* which may allocate; the graph must not */
+            hx_noalloc_begin("a call of the graph");
         if (hx_cache_grow(r->cache, slot, s->n_pos + rows, &err) != 0 ||
             hx_graph_begin(r->g, &b, &err) != 0 ||
             hx_graph_layers(r->g, 0, r->m->desc.n_layer, &err) != 0 ||
             hx_graph_out(r->g, 0, rows, &err) != 0)
             fail_msg("%s", err.msg);
+        if (r->tap == NULL)
+            hx_noalloc_end();
         s->n_pos += rows;
         s->pend = phase == HX_PHASE_DECODE ? (int32_t)rows : 0;
         if (logits != NULL && hx_dev_get(r->dev, logits + i * v, hx_graph_logits(r->g),

@@ -84,8 +84,8 @@ void hx_http_write_head(hx_sb *b, const hx_http_head *h)
         hx_sb_printf(b, "Access-Control-Allow-Origin: %s\r\n", h->cors);
     if (h->cors != NULL && strcmp(h->cors, "*") != 0)
         hx_sb_str(b, "Vary: Origin\r\n");
-    if (h->id != NULL &&
-        *h->id != '\0') /* as each of two families of clients looks for it */
+    /* As each of two families of clients looks for it. */
+    if (h->id != NULL && *h->id != '\0')
         hx_sb_printf(b, "request-id: %s\r\nx-request-id: %s\r\n", h->id, h->id);
     if (h->headers != NULL)
         hx_sb_str(b, h->headers);

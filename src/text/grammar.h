@@ -144,7 +144,4 @@ typedef enum {
 } hx_grammar_state;
 hx_grammar_state hx_grammar_done(const hx_matcher *m);
 
-/* The bytes that must come next, at most cap of them; 0 where there is a choice. */
-size_t hx_grammar_forced(hx_matcher *m, char *out, size_t cap);
-
 #endif

@@ -719,14 +719,11 @@ static bool random_text(const words *w, hx_grammar *g, int budget, hx_sb *out)
     ways_open(&w2, g);
     hx_grammar_start(g, &m);
     for (int step = 0; step < 3000 && !ended; step++) {
-        char forced[64];
         int32_t id;
 
         hx_noalloc_begin("a step of a matcher");
         if (hx_grammar_mask(&m, mask, &err) != 0)
             fail_msg("after \"%.*s\": %s", (int)out->n, out->p, err.msg);
-        const size_t n = hx_grammar_forced(&m, forced, sizeof(forced));
-
         id = pick(w, &m, mask, step >= budget ? &w2 : NULL);
         assert_true(id >= 0);
         assert_int_equal(hx_grammar_accept(&m, id), 0);
@@ -734,8 +731,6 @@ static bool random_text(const words *w, hx_grammar *g, int budget, hx_sb *out)
         ended = id == w->v->end[0];
         if (ended)
             break;
-        if (n > 0 && w->v->kind[id] == HX_TOKEN_TEXT)
-            assert_memory_equal(forced, w->bytes[id].p, HX_MIN(n, w->bytes[id].n));
         hx_sb_add(out, w->bytes[id].p, w->bytes[id].n);
     }
     hx_free(w2.end);
@@ -1194,7 +1189,6 @@ static void test_choice(void **state)
     hx_grammar *g = must_open(demo.v, HX_GRAMMAR_CHOICE,
                               HX_STR("[\"red\",\"green\",\"greenish\",\"\\u00fc\\n\"]"), NULL);
     hx_matcher m;
-    char forced[16];
 
     (void)state;
     assert_true(matches(g, HX_STR("red")) && matches(g, HX_STR("green")) &&
@@ -1202,13 +1196,9 @@ static void test_choice(void **state)
     assert_false(matches(g, HX_STR("greeni")) || matches(g, HX_STR("")) ||
                  matches(g, HX_STR("redgreen")));
     hx_grammar_start(g, &m);
-    assert_int_equal(hx_grammar_forced(&m, forced, sizeof(forced)), 0);
     assert_int_equal(hx_grammar_accept_bytes(&m, HX_STR("g")), 0);
-    assert_int_equal(hx_grammar_forced(&m, forced, sizeof(forced)), 4);
-    assert_memory_equal(forced, "reen", 4);
     assert_int_equal(hx_grammar_accept_bytes(&m, HX_STR("reen")), 0);
     assert_int_equal(hx_grammar_done(&m), HX_GRAMMAR_MAY_END);
-    assert_int_equal(hx_grammar_forced(&m, forced, sizeof(forced)), 0);
     assert_int_equal(hx_grammar_accept_bytes(&m, HX_STR("x")), HX_EFORMAT);
     assert_int_equal(hx_grammar_accept_bytes(&m, HX_STR("ish")), 0);
     assert_int_equal(hx_grammar_done(&m), HX_GRAMMAR_MUST_END);
