@@ -212,7 +212,7 @@ static int read_block(reader *d, const hx_json *block, hx_sb *text)
     return 0;
 }
 
-/* A string or text blocks. */
+/* The content of the block at d->at: a string or text blocks. */
 static int read_text(reader *d, const hx_json *content, hx_sb *text)
 {
     char at[sizeof d->at];
@@ -223,10 +223,11 @@ static int read_text(reader *d, const hx_json *content, hx_sb *text)
         return 0;
     }
     if (hx_json_kind(content) != HX_JSON_ARRAY)
-        return refuse_at(d, "", content, HX_JSON_STRING, "a string or a list of blocks");
+        return refuse_at(d, ".content", content, HX_JSON_STRING,
+                         "a string or a list of blocks");
     memcpy(at, d->at, sizeof at);
     for (size_t i = 0; rc == 0 && i < hx_json_len(content); i++) {
-        snprintf(d->at, sizeof d->at, "%.40s[%zu]", at, i);
+        snprintf(d->at, sizeof d->at, "%.40s.content[%zu]", at, i);
         rc = read_block(d, hx_json_at(content, i), text);
     }
     memcpy(d->at, at, sizeof at);

@@ -394,7 +394,7 @@ static const refusal messages_refused[] = {
     { "/messages",
       MSG("{\"role\":\"user\",\"content\":[{\"type\":\"tool_result\",\"content\":[{"
           "\"type\":\"image\"}]}]}"),
-      400, "messages[0].content[0][0]: blocks of type \"image\" are" },
+      400, "messages[0].content[0].content[0]: blocks of type \"image\" are" },
     { "/messages", MSG("{\"role\":\"user\",\"content\":[\"x\"]}"), 400,
       "messages[0].content[0]: found string, expected a block" },
     { "/messages",
