@@ -6,6 +6,7 @@
  * only reads the beat and, when it stops, gives running requests their error. Neither ever
  * writes text of a prompt. */
 #include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <stdio.h>
 #include <time.h>
@@ -20,6 +21,19 @@
 #define DUMP_MAX     100      /* files of one process */
 
 /* ---- life --------------------------------------------------------------- */
+
+/* Ids are as good as text: only for their owner. Nothing that failed is kept for later. */
+static FILE *open_private(const char *path, int how)
+{
+    const int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | how, 0600);
+    FILE *f = fd >= 0 ? fdopen(fd, how == O_APPEND ? "a+" : "w+") : NULL;
+
+    if (f != NULL)
+        setvbuf(f, NULL, _IONBF, 0);
+    else if (fd >= 0)
+        close(fd);
+    return f;
+}
 
 int hx_health_open(hx_engine *e, const hx_options *opt, hx_err *err)
 {
@@ -37,7 +51,7 @@ int hx_health_open(hx_engine *e, const hx_options *opt, hx_err *err)
             return hx_fail(err, HX_ENOMEM, "engine: no memory");
         memcpy(h->dump_dir, opt->dump_dir, n);
     }
-    if (opt->record != NULL && (h->record = fopen(opt->record, "ae")) == NULL)
+    if (opt->record != NULL && (h->record = open_private(opt->record, O_APPEND)) == NULL)
         return hx_fail(err, HX_EIO, "record %s: %s", opt->record, strerror(errno));
     return 0;
 }
@@ -458,17 +472,19 @@ static void dump(hx_stream *s, const char *why)
     hx_sb b = { 0 };
     char path[4096];
     FILE *f;
+    bool ok;
 
     if (h->dump_dir == NULL || h->n_dump >= DUMP_MAX)
         return;
     snprintf(path, sizeof path, "%s/hoist-%d-%d.json", h->dump_dir, (int)getpid(),
              h->n_dump++);
     put_record(&b, s, "broken", why);
-    f = b.bad ? NULL : fopen(path, "we");
-    if (f == NULL || fwrite(b.p, 1, b.n, f) != b.n)
-        hx_log(HX_LOG_WARN, "%s: cannot be written", path);
-    else
+    f = b.bad ? NULL : open_private(path, O_TRUNC);
+    ok = f != NULL && fwrite(b.p, 1, b.n, f) == b.n;
+    if (ok)
         hx_log(HX_LOG_WARN, "ids and settings of the broken answer are in %s", path);
+    else
+        hx_log(HX_LOG_WARN, "%s: cannot be written: %s", path, strerror(errno));
     if (f != NULL)
         fclose(f);
     hx_sb_free(&b);
@@ -482,19 +498,37 @@ void hx_health_suspect(hx_stream *s, const hx_err *err)
     s->engine->health.suspect = true;
 }
 
+/* Does the file end within a line, because a disk was full or a server was killed? */
+static bool is_torn(int fd)
+{
+    const off_t end = lseek(fd, 0, SEEK_END);
+    char last;
+
+    return end > 0 && pread(fd, &last, 1, end - 1) == 1 && last != '\n';
+}
+
 void hx_health_record(const hx_stream *s)
 {
     static const char *const finish[] = { "none", "eos", "text", "length", "cancel" };
     hx_health *h = &s->engine->health;
     hx_sb b = { 0 };
+    bool ok;
 
     if (h->record == NULL || !s->ended || s->score != NULL)
         return;
     put_record(&b, s, s->end.kind == HX_EV_ERROR ? "error" : finish[s->end.stop],
                s->end.kind == HX_EV_ERROR ? s->end.err.msg : NULL);
     pthread_mutex_lock(&h->record_lock);
-    if (b.bad || fwrite(b.p, 1, b.n, h->record) != b.n || fflush(h->record) != 0)
-        hx_log(HX_LOG_WARN, "record: a line could not be written");
+    ok = !b.bad && (!is_torn(fileno(h->record)) || fputc('\n', h->record) == '\n') &&
+         fwrite(b.p, 1, b.n, h->record) == b.n;
+    if (!ok && h->n_unrecorded++ == 0)
+        hx_log(HX_LOG_WARN, "record: %s; what is answered now is not in it",
+               strerror(b.bad ? ENOMEM : errno));
+    if (ok && h->n_unrecorded > 0) {
+        hx_log(HX_LOG_WARN, "record: written again, %lld answers are missing",
+               (long long)h->n_unrecorded);
+        h->n_unrecorded = 0;
+    }
     pthread_mutex_unlock(&h->record_lock);
     hx_sb_free(&b);
 }
