@@ -51,6 +51,7 @@ check plan_all 0 'no expert moves' "$hoist" plan $demo --ctx 1024
 check bench_lanes 0 'over the link' "$hoist" bench decode $demo -n 8 --streams 1 --vram 400KB
 check chat 0 'Paris' bash -c "printf 'What is the capital of France?\n/quit\n' | $hoist chat $demo --temp 0"
 check chat_effort 0 '/effort: "much", expected low, high or max' bash -c "printf '/effort much\n' | $hoist chat $demo"
+check chat_paste 0 'hoist chat: ok$' python3 tests/terminal.py "$hoist" $demo
 check chat_help 0 'Ctrl-C stops' bash -c "printf '/help\n' | $hoist chat $demo"
 
 echo '[4034, 4036, 4038, 436, 438, 25, 584, 4039, 1718, 0, 4040, 4053]' > "$tmp/ids.json"
@@ -67,6 +68,12 @@ as=
 [ "$(id -u)" = 0 ] && as='setpriv --reuid=65534 --regid=65534 --clear-groups'
 mkdir "$tmp/ro" && cp -r "$hoist" $demo "$tmp" && chmod 555 "$tmp/ro" && chmod -R a+rX "$tmp"
 check park_read_only 0 'ro: Permission denied; what is there is read' $as "$tmp/hoist" chat "$tmp/demo-exl3" --park-dir "$tmp/ro"
+
+# A model file that is cut while it is used.
+cp -r $demo "$tmp/cut"
+check cut_in_use 135 'a file in use became shorter' bash -c "
+    exec 3< <(sleep 2; truncate -s 1000000 $tmp/cut/model.safetensors; sleep 1; echo What is this?)
+    exec $hoist chat $tmp/cut <&3"
 
 # Broken checkpoints: one sentence that names the thing.
 cp -r $demo "$tmp/m" && rm -rf "$tmp/m/reference"

@@ -1296,8 +1296,11 @@ int hx_pool_open(hx_pool **out, int n_threads, const char *cpus, hx_err *err)
     }
     /* Threads without a CPU of their own would spin in the way of those that work. */
     p->spin_us = n_threads <= n_cpu ? SPIN_US : 0;
-    /* Signals are for the threads of the program, which expects them there. */
+    /* Signals are for the threads of the program, which expects them there; a fault is for
+     * the thread that makes it. */
     sigfillset(&all);
+    sigdelset(&all, SIGBUS);
+    sigdelset(&all, SIGSEGV);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     for (int id = 1; id < n_threads && rc == 0; id++)
         rc = pool_start(p, id, err);

@@ -708,6 +708,17 @@ static void open_standard(void)
             return;
 }
 
+/* Weights are read where their file lies. It dies of this again when the handler is through. */
+static void on_bus_error(int sig)
+{
+    static const char why[] =
+        "hoist: a file in use became shorter, or its disk cannot be read\n";
+
+    (void)sig;
+    if (write(STDERR_FILENO, why, sizeof why - 1) < 0)
+        return;
+}
+
 static int run_command(int argc, char **argv)
 {
     const command *cmd = NULL;
@@ -783,10 +794,13 @@ static int run_command(int argc, char **argv)
 
 int main(int argc, char **argv)
 {
+    const struct sigaction bus = { .sa_handler = on_bus_error,
+                                   .sa_flags = (int)SA_RESETHAND };
     int rc;
 
     open_standard();
     signal(SIGPIPE, SIG_IGN);
+    sigaction(SIGBUS, &bus, NULL);
     rc = run_command(argc, argv);
     if ((fflush(stdout) != 0 || ferror(stdout)) && errno != EPIPE) {
         fprintf(stderr, "hoist: standard output: %s\n", strerror(errno));
