@@ -582,9 +582,17 @@ static void receive_tls(conn *c, const char *p, size_t n)
 {
     hx_http *h = c->h;
     const bool was_ready = hx_tls_ready(c->tls);
+    int rc;
 
     h->plain.n = 0;
-    if (hx_tls_read(c->tls, (hx_str) { p, n }, &h->plain) != 0) {
+    rc = hx_tls_read(c->tls, (hx_str) { p, n }, &h->plain);
+    if (rc == HX_EFORMAT) {
+        hx_tls_free(c->tls);
+        c->tls = NULL;
+        respond(c, 400, "this port speaks TLS; ask with https://");
+        return;
+    }
+    if (rc != 0) {
         say_goodbye(c);
         conn_drop(c);
         return;
