@@ -23,6 +23,15 @@ check no_model 1 '^hoist: /nowhere: no such folder; a model is a folder with con
 check model_is_file 1 'README\.md: is a file; a model is' "$hoist" serve README.md
 check model_is_empty 1 'holds no config\.json' "$hoist" chat "$tmp"
 check help_command 0 'usage: hoist run MODEL' "$hoist" help run
+check option_equals 1 '^hoist: /nowhere: no such folder' "$hoist" run --seed=5 /nowhere -p=x
+check option_equals_bad 2 'port: "banana", expected an integer' "$hoist" serve --port=banana
+check flag_equals 2 'quiet takes no value' "$hoist" serve --quiet=1
+check option_at_end 2 'port needs a value' "$hoist" serve --port
+check connect_words 2 'unexpected word "x"' "$hoist" connect codex x
+check size_zero 2 'park-ram: found 0, expected a size: .* \(an eighth' "$hoist" serve --park-ram 0
+check size_without_unit 2 'size "24": so few bytes. expected a unit, like 24GiB' "$hoist" serve --vram 24
+check ram_on_cpu 1 'ram: device cpu reads experts where their files lie' "$hoist" run $demo --ram 1GiB -p x
+check hub_name 1 'hoist pull REPO DIR' "$hoist" serve zai-org/GLM-5.3-Flash
 check bad_size 2 '^hoist: --cache: size "lots"' "$hoist" serve --cache lots
 check bad_costs 2 'expected five numbers' "$hoist" serve --expert-us 1,2,3,4,nan
 check no_dump_dir 1 'dump folder /nowhere: No such' "$hoist" serve --port 0 --dump-dir /nowhere
@@ -43,6 +52,7 @@ check bench 0 'decode, 1 stream' "$hoist" bench decode $demo -n 8 --streams 1 --
 check bench_serve 0 'crowd|streams: throughput' "$hoist" bench serve $demo --ctx 1024 --streams 4 --mixes cancels,crowd
 check bench_newcomer 0 'newcomer: rate they keep' "$hoist" bench serve $demo --ctx 4096 --streams 4 -n 2000 --mixes newcomer
 check park_disk 2 'park-disk without --park-dir' "$hoist" serve $demo --park-disk 1GiB
+check park_of_nothing 2 'prefix off keeps nothing' "$hoist" serve $demo --prefix off --park-dir "$tmp"
 check bench_mixes 2 'mixes is "crowds", expected' "$hoist" bench serve $demo --mixes crowds
 check bench_follow 0 'the same again, kept' "$hoist" bench serve $demo --ctx 2048 -n 200 --mixes follow
 check bench_json 0 'tok/s' cat "$tmp/bench.json"

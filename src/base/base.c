@@ -563,6 +563,10 @@ int hx_parse_size(const char *s, uint64_t *out, hx_err *err)
                        "size \"%s\": expected a number and a unit, like "
                        "24GiB, 900MB, 64k or 4096",
                        s != NULL ? s : "");
+    if (*p == '\0' && whole < 1024 && (whole > 0 || part > 0))
+        return hx_fail(err, HX_EARG,
+                       "size \"%s\": so few bytes? expected a unit, like %sGiB, or B", s,
+                       s);
     over |= __builtin_mul_overflow(whole, unit, &bytes);
     over |= __builtin_add_overflow(bytes, (uint64_t)(part * (double)unit + 0.5), &bytes);
     if (over)
