@@ -69,12 +69,16 @@ static void lose_running(hx_engine *e, const char *why)
     }
 }
 
+static int64_t limit_us(const hx_health *h)
+{
+    return HX_MAX(h->stall_us, 2 * atomic_load(&h->worst_us));
+}
+
 /* Under lock. */
 static void watch_beat(hx_engine *e)
 {
     hx_health *h = &e->health;
-    const int64_t still = hx_now_us() - atomic_load(&h->beat_us),
-                  limit = HX_MAX(h->stall_us, 2 * atomic_load(&h->worst_us));
+    const int64_t still = hx_now_us() - atomic_load(&h->beat_us), limit = limit_us(h);
 
     if (!atomic_load(&h->working) || still <= limit) {
         if (atomic_exchange(&h->stalled, false))
@@ -90,14 +94,18 @@ static void watch_beat(hx_engine *e)
     lose_running(e, h->stall_text);
 }
 
+/* Where the watchdog itself could not look, all of the process stood still (Ctrl-Z, a paused
+ * machine): that is no fault of the engine, whose time begins again. */
 static void *run_watchdog(void *ud)
 {
     hx_engine *e = ud;
     const int64_t every_us = HX_MIN(e->health.stall_us / 5, 500000);
     struct timespec until;
+    int64_t began;
 
     pthread_mutex_lock(&e->lock);
     while (!e->closing) {
+        began = hx_now_us();
         clock_gettime(CLOCK_MONOTONIC, &until);
         until.tv_nsec += (long)every_us * 1000;
         if (until.tv_nsec >= 1000000000) {
@@ -105,6 +113,8 @@ static void *run_watchdog(void *ud)
             until.tv_nsec -= 1000000000;
         }
         pthread_cond_timedwait(&e->health.quit, &e->lock, &until);
+        if (hx_now_us() - began > 3 * every_us)
+            atomic_store(&e->health.beat_us, hx_now_us());
         watch_beat(e);
     }
     pthread_mutex_unlock(&e->lock);
@@ -145,12 +155,13 @@ static void learn_pause(hx_health *h, int64_t us)
         atomic_store(&h->worst_us, us);
 }
 
+/* A pause that is too long and was not told of is one of the whole process. */
 void hx_health_beat(hx_engine *e)
 {
     hx_health *h = &e->health;
     const int64_t now = hx_now_us(), took = now - atomic_load(&h->beat_us);
 
-    if (atomic_load(&h->working))
+    if (atomic_load(&h->working) && (took <= limit_us(h) || atomic_load(&h->stalled)))
         learn_pause(h, took);
     atomic_store(&h->beat_us, now);
 }

@@ -6,8 +6,10 @@
 
 #include <dirent.h>
 #include <math.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "engine/engine.h"
@@ -173,6 +175,36 @@ static void test_stall(void **state)
     hx_stream_free(s);
     ask(e, &(hx_request) { HELLO, .max_new = 5 }, a);
     assert_int_equal(a->n, 5);
+    hx_free(a);
+    hx_close(e);
+}
+
+/* A process that was stopped, and goes on, has lost nothing and learned nothing of itself. */
+static void test_stopped(void **state)
+{
+    hx_engine *e = open_demo(&(hx_options) { .stall_ms = 2000, .no_canary = true });
+    answer *a = hx_new(answer, 1);
+    const pid_t us = getpid();
+    hx_stream *s;
+    hx_event ev;
+    pid_t other;
+
+    (void)state;
+    s = submit(e, &(hx_request) { HELLO, .max_new = 500, .ignore_eos = true });
+    while (hx_next(s, &ev, 10000) == 1 && ev.kind != HX_EV_TOKENS)
+        continue;
+    if ((other = fork()) == 0) {
+        kill(us, SIGSTOP);
+        sleep(6);
+        kill(us, SIGCONT);
+        _exit(0);
+    }
+    assert_true(other > 0);
+    read_all(s, a);
+    assert_int_equal(waitpid(other, NULL, 0), other);
+    assert_int_equal(a->end.kind, HX_EV_DONE);
+    assert_true(atomic_load(&e->health.worst_us) < 5000000);
+    hx_stream_free(s);
     hx_free(a);
     hx_close(e);
 }
@@ -710,6 +742,7 @@ int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_stall),
+        cmocka_unit_test(test_stopped),
         cmocka_unit_test(test_stalled_score),
         cmocka_unit_test(test_broken_once),
         cmocka_unit_test(test_broken_model),
