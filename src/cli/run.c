@@ -205,17 +205,14 @@ static int prompt_ids(hx_engine *e, const hx_cli *c, int32_t **ids, int64_t *n)
 
     if (c->raw) {
         *n = hx_tokenize(e, text, true, NULL, 0);
-        if (*n < 0) {
-            hx_fail(&err, (int)*n, "prompt: cannot be tokenized (%s)",
-                    hx_strerror((int)*n));
-            return cli_fail(&err);
-        }
-        if ((*ids = hx_new(int32_t, HX_MAX(*n, 1))) == NULL) {
-            hx_fail(&err, HX_ENOMEM, "prompt: no memory");
-            return cli_fail(&err);
-        }
-        hx_tokenize(e, text, true, *ids, *n);
-        return 0;
+        if (*n >= 0 && (*ids = hx_new(int32_t, HX_MAX(*n, 1))) == NULL)
+            *n = HX_ENOMEM;
+        if (*n >= 0)
+            *n = hx_tokenize(e, text, true, *ids, *n);
+        if (*n >= 0)
+            return 0;
+        hx_fail(&err, (int)*n, "prompt: cannot be tokenized (%s)", hx_strerror((int)*n));
+        return cli_fail(&err);
     }
     hx_sb_str(&json, "{\"messages\":[{\"role\":\"user\",\"content\":");
     hx_json_put_str(&json, text);
