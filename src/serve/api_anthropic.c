@@ -318,6 +318,7 @@ static int take_user(reader *d, const char *role, const hx_json *content)
 {
     hx_sb text = { 0 };
     char at[sizeof d->at];
+    bool any = false; /* a result */
     int rc = 0;
 
     if (hx_json_kind(content) == HX_JSON_STRING) {
@@ -335,8 +336,9 @@ static int take_user(reader *d, const char *role, const hx_json *content)
             text.n = 0;
         }
         rc = result ? take_result(d, block) : read_block(d, block, &text);
+        any = any || result;
     }
-    if (rc == 0 && (text.n > 0 || hx_json_len(content) == 0))
+    if (rc == 0 && (text.n > 0 || !any))
         hx_turns_say(&d->turns, role, (hx_str) { text.p, text.n });
     d->turns.b.bad = d->turns.b.bad || text.bad;
     hx_sb_free(&text);
@@ -440,11 +442,8 @@ static int take_messages(reader *d)
     int rc = 0;
 
     if (hx_json_kind(list) != HX_JSON_ARRAY || n == 0)
-        return hx_server_problem(
-            d->c, 400, "messages",
-            list == NULL ? "missing_required_parameter" : "invalid_type",
-            "messages: found %s, expected a list of at least one message",
-            list == NULL ? "nothing" : hx_json_kind_name(list));
+        return hx_params_refuse(d->c, "messages", list, HX_JSON_ARRAY,
+                                "a list of at least one message");
     for (size_t i = 0; rc == 0 && i < n; i++)
         rc = take_message(d, hx_json_at(list, i), i, i == n - 1);
     return rc;

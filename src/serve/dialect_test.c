@@ -385,6 +385,7 @@ static const refusal responses_refused[] = {
 
 static const refusal messages_refused[] = {
     { "/messages", "{}", 400, "messages: found nothing" },
+    { "/messages", "{\"messages\":[]}", 400, "messages: found an empty list" },
     { "/messages", "{\"messages\":[", 400, "request body: " },
     { "/messages", MSG("{\"role\":\"tool\",\"content\":\"x\"}"), 400,
       "messages[0].role: " },
@@ -1052,6 +1053,10 @@ static void test_counts(void **state)
     response *r;
 
     (void)state;
+    r = post(f, "/v1/messages/count_tokens",
+             MSG("{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"\"}]}"));
+    assert_int_equal(r->status, 200); /* an empty message is one */
+    done(r);
     r = post(f, "/v1/messages/count_tokens", MSG(A_USER));
     assert_num(r->json, "input_tokens", strlen("user:[[$prompt]];") + 2);
     done(r);
