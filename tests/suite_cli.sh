@@ -62,6 +62,7 @@ check bench_lanes 0 'over the link' "$hoist" bench decode $demo -n 8 --streams 1
 check chat 0 'Paris' bash -c "printf 'What is the capital of France?\n/quit\n' | $hoist chat $demo --temp 0"
 check chat_effort 0 '/effort: "much", expected low, high or max' bash -c "printf '/effort much\n' | $hoist chat $demo"
 check chat_paste 0 'hoist chat: ok$' python3 tests/terminal.py "$hoist" $demo
+check chat_full 0 'do not fit .*; /new starts over' bash -c "printf '%s\n' Hello! 'one two three four five six seven eight' | $hoist chat $demo --temp 0 --ctx 40"
 check chat_help 0 'Ctrl-C stops' bash -c "printf '/help\n' | $hoist chat $demo"
 
 echo '[4034, 4036, 4038, 436, 438, 25, 584, 4039, 1718, 0, 4040, 4053]' > "$tmp/ids.json"

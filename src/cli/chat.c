@@ -172,7 +172,8 @@ static void turn(chat *t, hx_str text)
 
     add_message(t, "user", text, (hx_str) { NULL, 0 });
     if (render(t, &ids, &n, &err) != 0 || answer(t, ids, n, &err) != 0) {
-        fprintf(stderr, "hoist: %s\n", err.msg);
+        fprintf(stderr, "hoist: %s%s\n", err.msg,
+                err.code == HX_ELIMIT && before > 0 ? "; /new starts over" : "");
         t->history.n = before;
         if (t->history.p != NULL)
             t->history.p[before] = '\0';

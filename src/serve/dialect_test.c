@@ -860,6 +860,51 @@ static void test_namespace(void **state)
     stop(f);
 }
 
+/* Tools that come as an item of the input, in the namespace of those that have none. */
+static void test_additional_tools(void **state)
+{
+    static const char item[] =
+        "{\"type\":\"additional_tools\",\"role\":\"developer\",\"tools\":[{\"type\":"
+        "\"namespace\",\"name\":\"functions\",\"tools\":[{\"type\":\"function\",\"name\":"
+        "\"now\",\"parameters\":{}},{\"type\":\"custom\",\"name\":\"exec\"}]}]},";
+    fixture *f = start(&quick, 4, 16, 8192);
+    hx_sb b = { 0 };
+    response *r;
+
+    (void)state;
+    hx_sb_printf(
+        &b,
+        "{\"input\":[%s{\"role\":\"user\",\"content\":"
+        "\"[[</think>|<tool_call>|exec|<arg_key>|input|</arg_key>|<arg_value>|ls|"
+        "</arg_value>|</tool_call>|" NOW "]]\"}]}",
+        item);
+    r = post(f, "/v1/responses", b.p);
+    assert_str(r->json, "output.0.type", "custom_tool_call");
+    assert_str(r->json, "output.0.name", "exec");
+    assert_str(r->json, "output.0.namespace", "functions");
+    assert_str(r->json, "output.0.input", "ls");
+    assert_str(r->json, "output.1.type", "function_call");
+    assert_str(r->json, "output.1.name", "now");
+    done(r);
+    b.n = 0;
+    hx_sb_printf(&b,
+                 "{\"input\":[%s{\"type\":\"function_call\",\"call_id\":\"1\",\"name\":"
+                 "\"now\",\"namespace\":\"functions\",\"arguments\":\"{}\"}," USER "]}",
+                 item);
+    r = post(f, "/v1/responses", b.p);
+    assert_non_null(strstr(str_at(r->json, "output.0.content.0.text"),
+                           "assistant:!{\"name\":\"now\",\"arguments\":{}};"));
+    done(r);
+    hx_sb_free(&b);
+    r = post(
+        f, "/v1/responses",
+        IN("{\"type\":\"additional_tools\",\"tools\":[{\"type\":\"custom\"}]}," USER));
+    assert_int_equal(r->status, 400);
+    assert_str(r->json, "error.param", "input[0].tools[0].name");
+    done(r);
+    stop(f);
+}
+
 /* All three dialects say the same of one answer. */
 static void test_same_as_chat(void **state)
 {
@@ -1130,6 +1175,7 @@ int main(void)
         cmocka_unit_test(test_same_as_chat),
         cmocka_unit_test(test_custom_tool),
         cmocka_unit_test(test_namespace),
+        cmocka_unit_test(test_additional_tools),
         cmocka_unit_test(test_engine_error),
         cmocka_unit_test(test_gone),
         cmocka_unit_test(test_cancel),
