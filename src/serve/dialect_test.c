@@ -217,8 +217,12 @@ static void test_input(void **state)
     check_renderings("/v1/responses", "output.0.content.0.text", cases, HX_LEN(cases));
 }
 
-#define MSG(s)   "{\"max_tokens\":999,\"messages\":[" s "]}"
-#define A_ECHO   "user:[[$prompt]];<think></think>"
+#define MSG(s) "{\"max_tokens\":999,\"messages\":[" s "]}"
+#define A_ECHO "user:[[$prompt]];<think></think>"
+#define ADD_H                                                                            \
+    "{\"type\":\"tool_addition\",\"tool\":{\"type\":\"tool_definition\",\"definition\":" \
+    "{"                                                                                  \
+    "\"name\":\"h\",\"input_schema\":{}}}}"
 #define A_USER   "{\"role\":\"user\",\"content\":\"[[$prompt]]\"}"
 #define TEXT_(s) "{\"type\":\"text\",\"text\":\"" s "\"}"
 
@@ -261,6 +265,18 @@ static void test_messages_in(void **state)
         { "{\"output_config\":{\"effort\":\"low\"},\"messages\":[" A_USER "]}",
           "[effort=low]" A_ECHO },
         { "{\"thinking\":{\"type\":\"disabled\"},\"messages\":[" A_USER "]}", A_ECHO },
+        { "{\"tools\":[{\"name\":\"f\",\"input_schema\":{}},{\"name\":\"g\",\"input_"
+          "schema\":{},"
+          "\"defer_loading\":true},{\"name\":\"h\",\"input_schema\":{}}],\"messages\":[{"
+          "\"role\":"
+          "\"system\",\"content\":[" ADD_H "," ADD_H
+          ",{\"type\":\"tool_removal\",\"tool\":{\"type\":"
+          "\"tool_reference\",\"name\":\"f\"}},{\"type\":\"tool_addition\",\"tool\":{"
+          "\"type\":"
+          "\"tool_reference\",\"name\":\"g\"}},{\"type\":\"tool_addition\",\"tool\":{"
+          "\"type\":"
+          "\"mcp_toolset_reference\",\"server_name\":\"x\"}}]}," A_USER "]}",
+          "[tools=2]" A_ECHO },
         { "{\"tools\":[{\"type\":\"custom\",\"name\":\"f\",\"input_schema\":{}},{"
           "\"type\":\"web_search_20250305\",\"name\":\"web_search\"}],\"messages\":"
           "[" A_USER "]}",
@@ -396,6 +412,11 @@ static const refusal messages_refused[] = {
       MSG("{\"role\":\"user\",\"content\":[{\"type\":\"tool_result\",\"content\":[{"
           "\"type\":\"image\"}]}]}"),
       400, "messages[0].content[0].content[0]: blocks of type \"image\" are" },
+    { "/messages",
+      MSG("{\"role\":\"system\",\"content\":[{\"type\":\"tool_addition\",\"tool\":{"
+          "\"type\":"
+          "\"tool_definition\",\"definition\":{\"name\":\"h\"}}}]}"),
+      400, "messages[0].content[0].tool.definition.input_schema: found nothing" },
     { "/messages", MSG("{\"role\":\"user\",\"content\":[\"x\"]}"), 400,
       "messages[0].content[0]: found string, expected a block" },
     { "/messages",
