@@ -363,21 +363,26 @@ static int take_user(reader *d, const char *role, const hx_json *content)
         hx_turns_say(&d->turns, role, hx_json_str(content));
         return 0;
     }
+    if (hx_json_kind(content) != HX_JSON_ARRAY)
+        return refuse_at(d, ".content", content, HX_JSON_STRING,
+                         "a string or a list of blocks");
     memcpy(at, d->at, sizeof at);
     for (size_t i = 0; rc == 0 && i < hx_json_len(content); i++) {
         const hx_json *block = hx_json_at(content, i);
         const bool result = hx_str_is(type_of(block), "tool_result"),
+                   system = hx_str_is(type_of(block), "mid_conv_system"),
                    change = is_change(block);
 
         snprintf(d->at, sizeof d->at, "%.40s.content[%zu]", at, i);
-        if (result && text.n > 0) {
+        if ((result || system) && text.n > 0) {
             hx_turns_say(&d->turns, role, (hx_str) { text.p, text.n });
             text.n = 0;
         }
         rc = result   ? take_result(d, block)
+             : system ? take_user(d, "system", hx_json_get(block, "content"))
              : change ? take_change(d, block)
                       : read_block(d, block, &text);
-        any = any || result || change;
+        any = any || result || system || change;
     }
     if (rc == 0 && (text.n > 0 || !any))
         hx_turns_say(&d->turns, role, (hx_str) { text.p, text.n });
@@ -464,11 +469,11 @@ static int take_message(reader *d, const hx_json *m, size_t i, bool last)
     if (!user && !system && !hx_str_is(role, "assistant"))
         return refuse_at(d, ".role", hx_json_get(m, "role"), HX_JSON_STRING,
                          "user, assistant or system");
+    if (user || system)
+        return take_user(d, user ? "user" : "system", content);
     if (hx_json_kind(content) != HX_JSON_STRING && hx_json_kind(content) != HX_JSON_ARRAY)
         return refuse_at(d, ".content", content, HX_JSON_STRING,
                          "a string or a list of blocks");
-    if (user || system)
-        return take_user(d, user ? "user" : "system", content);
     if (last)
         return bad(d, "",
                    "the last message is the assistant's; going on with an answer that "

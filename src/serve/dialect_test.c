@@ -258,6 +258,10 @@ static void test_messages_in(void **state)
           "user:x;assistant:(T)y!{\"name\":\"f\",\"arguments\":{\"a\":[1]}}!{\"name\":"
           "\"g\",\"arguments\":{}};tool:o;tool:p\nq;tool:;" A_ECHO },
         { MSG("{\"role\":\"system\",\"content\":\"S\"}," A_USER), "system:S;" A_ECHO },
+        { MSG("{\"role\":\"user\",\"content\":[" TEXT_(
+              "x") ",{\"type\":\"mid_conv_system\","
+                   "\"content\":[" TEXT_("S") "]}," TEXT_("[[$prompt]]") "]}"),
+          "user:x;system:S;" A_ECHO },
         { MSG("{\"role\":\"user\",\"content\":[{\"type\":\"document\",\"source\":{"
               "\"type\":\"text\",\"media_type\":\"text/plain\",\"data\":\"D\"}}," TEXT_(
                   "[[$prompt]]") "]}"),
@@ -417,6 +421,10 @@ static const refusal messages_refused[] = {
           "\"type\":"
           "\"tool_definition\",\"definition\":{\"name\":\"h\"}}}]}"),
       400, "messages[0].content[0].tool.definition.input_schema: found nothing" },
+    { "/messages",
+      MSG("{\"role\":\"user\",\"content\":[{\"type\":\"mid_conv_system\",\"content\":{}}]"
+          "}"),
+      400, "messages[0].content[0].content: found object" },
     { "/messages", MSG("{\"role\":\"user\",\"content\":[\"x\"]}"), 400,
       "messages[0].content[0]: found string, expected a block" },
     { "/messages",
