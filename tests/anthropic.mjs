@@ -253,7 +253,7 @@ await test('abort frees the place', async () => {
 
 await test('errors', async () => {
     const bad = 'invalid_request_error';
-    await refused(create([]), 400, bad, /^messages: found array/);
+    await refused(create([]), 400, bad, /^messages: found an empty list/);
     await refused(create([{ role: 'robot', content: 'x' }]), 400, bad, /^messages\[0\]\.role/);
     await refused(create('x', { temperature: 'hot' }), 400, bad, /^temperature: found string/);
     await refused(create('x', { max_tokens: 0 }), 400, bad, /^max_tokens/);

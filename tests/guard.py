@@ -228,9 +228,11 @@ def test_tls_hostile():
             with socket.create_connection(('127.0.0.1', port), 10) as s:
                 s.sendall(junk)
                 s.settimeout(10)
+                got = b''
                 with contextlib.suppress(ConnectionResetError):
-                    while s.recv(4096):
-                        pass
+                    while piece := s.recv(4096):
+                        got += piece
+                assert (b'ask with https://' in got) == junk.startswith(b'GET'), got
         try:
             old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
             old.set_ciphers('ALL:@SECLEVEL=0')

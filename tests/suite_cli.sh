@@ -23,6 +23,15 @@ check no_model 1 '^hoist: /nowhere: no such folder; a model is a folder with con
 check model_is_file 1 'README\.md: is a file; a model is' "$hoist" serve README.md
 check model_is_empty 1 'holds no config\.json' "$hoist" chat "$tmp"
 check help_command 0 'usage: hoist run MODEL' "$hoist" help run
+check option_equals 1 '^hoist: /nowhere: no such folder' "$hoist" run --seed=5 /nowhere -p=x
+check option_equals_bad 2 'port: "banana", expected an integer' "$hoist" serve --port=banana
+check flag_equals 2 'quiet takes no value' "$hoist" serve --quiet=1
+check option_at_end 2 'port needs a value' "$hoist" serve --port
+check connect_words 2 'unexpected word "x"' "$hoist" connect codex x
+check size_zero 2 'park-ram: found 0, expected a size: .* \(an eighth' "$hoist" serve --park-ram 0
+check size_without_unit 2 'size "24": so few bytes. expected a unit, like 24GiB' "$hoist" serve --vram 24
+check ram_on_cpu 1 'ram: device cpu reads experts where their files lie' "$hoist" run $demo --ram 1GiB -p x
+check hub_name 1 'hoist pull REPO DIR' "$hoist" serve zai-org/GLM-5.3-Flash
 check bad_size 2 '^hoist: --cache: size "lots"' "$hoist" serve --cache lots
 check bad_costs 2 'expected five numbers' "$hoist" serve --expert-us 1,2,3,4,nan
 check no_dump_dir 1 'dump folder /nowhere: No such' "$hoist" serve --port 0 --dump-dir /nowhere
@@ -43,6 +52,7 @@ check bench 0 'decode, 1 stream' "$hoist" bench decode $demo -n 8 --streams 1 --
 check bench_serve 0 'crowd|streams: throughput' "$hoist" bench serve $demo --ctx 1024 --streams 4 --mixes cancels,crowd
 check bench_newcomer 0 'newcomer: rate they keep' "$hoist" bench serve $demo --ctx 4096 --streams 4 -n 2000 --mixes newcomer
 check park_disk 2 'park-disk without --park-dir' "$hoist" serve $demo --park-disk 1GiB
+check park_of_nothing 2 'prefix off keeps nothing' "$hoist" serve $demo --prefix off --park-dir "$tmp"
 check bench_mixes 2 'mixes is "crowds", expected' "$hoist" bench serve $demo --mixes crowds
 check bench_follow 0 'the same again, kept' "$hoist" bench serve $demo --ctx 2048 -n 200 --mixes follow
 check bench_json 0 'tok/s' cat "$tmp/bench.json"
@@ -51,6 +61,8 @@ check plan_all 0 'no expert moves' "$hoist" plan $demo --ctx 1024
 check bench_lanes 0 'over the link' "$hoist" bench decode $demo -n 8 --streams 1 --vram 400KB
 check chat 0 'Paris' bash -c "printf 'What is the capital of France?\n/quit\n' | $hoist chat $demo --temp 0"
 check chat_effort 0 '/effort: "much", expected low, high or max' bash -c "printf '/effort much\n' | $hoist chat $demo"
+check chat_paste 0 'hoist chat: ok$' python3 tests/terminal.py "$hoist" $demo
+check chat_full 0 'do not fit .*; /new starts over' bash -c "printf '%s\n' Hello! 'one two three four five six seven eight' | $hoist chat $demo --temp 0 --ctx 40"
 check chat_help 0 'Ctrl-C stops' bash -c "printf '/help\n' | $hoist chat $demo"
 
 echo '[4034, 4036, 4038, 436, 438, 25, 584, 4039, 1718, 0, 4040, 4053]' > "$tmp/ids.json"
@@ -67,6 +79,12 @@ as=
 [ "$(id -u)" = 0 ] && as='setpriv --reuid=65534 --regid=65534 --clear-groups'
 mkdir "$tmp/ro" && cp -r "$hoist" $demo "$tmp" && chmod 555 "$tmp/ro" && chmod -R a+rX "$tmp"
 check park_read_only 0 'ro: Permission denied; what is there is read' $as "$tmp/hoist" chat "$tmp/demo-exl3" --park-dir "$tmp/ro"
+
+# A model file that is cut while it is used.
+cp -r $demo "$tmp/cut"
+check cut_in_use 135 'a file in use became shorter' bash -c "
+    exec 3< <(sleep 2; truncate -s 1000000 $tmp/cut/model.safetensors; sleep 1; echo What is this?)
+    exec $hoist chat $tmp/cut <&3"
 
 # Broken checkpoints: one sentence that names the thing.
 cp -r $demo "$tmp/m" && rm -rf "$tmp/m/reference"

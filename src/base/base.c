@@ -563,6 +563,10 @@ int hx_parse_size(const char *s, uint64_t *out, hx_err *err)
                        "size \"%s\": expected a number and a unit, like "
                        "24GiB, 900MB, 64k or 4096",
                        s != NULL ? s : "");
+    if (*p == '\0' && whole < 1024 && (whole > 0 || part > 0))
+        return hx_fail(err, HX_EARG,
+                       "size \"%s\": so few bytes? expected a unit, like %sGiB, or B", s,
+                       s);
     over |= __builtin_mul_overflow(whole, unit, &bytes);
     over |= __builtin_add_overflow(bytes, (uint64_t)(part * (double)unit + 0.5), &bytes);
     if (over)
@@ -1296,8 +1300,11 @@ int hx_pool_open(hx_pool **out, int n_threads, const char *cpus, hx_err *err)
     }
     /* Threads without a CPU of their own would spin in the way of those that work. */
     p->spin_us = n_threads <= n_cpu ? SPIN_US : 0;
-    /* Signals are for the threads of the program, which expects them there. */
+    /* Signals are for the threads of the program, which expects them there; a fault is for
+     * the thread that makes it. */
     sigfillset(&all);
+    sigdelset(&all, SIGBUS);
+    sigdelset(&all, SIGSEGV);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     for (int id = 1; id < n_threads && rc == 0; id++)
         rc = pool_start(p, id, err);

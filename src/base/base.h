@@ -94,7 +94,7 @@ bool hx_utf8_ok(const char *p, size_t n);
 /* How many bytes of a maximal invalid part start at p (Unicode 3.9, U+FFFD practice). */
 size_t hx_utf8_bad(const char *p, size_t n);
 
-/* "24GiB", "900MB", "64k" (KiB), "1.5G"; plain digits are bytes. */
+/* "24GiB", "900MB", "64k" (KiB), "1.5G"; plain digits are bytes, from 1,024 on. */
 int hx_parse_size(const char *s, uint64_t *out, hx_err *err);
 
 /* ---- JSON ------------------------------------------------------------ */

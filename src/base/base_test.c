@@ -432,6 +432,8 @@ static void test_parse_size(void **state)
         "1kiBB",
         "0x10",
         "1e3",
+        "24",
+        "0.5",
         "+1",
         " 1",
     };

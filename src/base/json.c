@@ -15,6 +15,7 @@
 #include <json-c/json_object.h>
 #include <json-c/json_tokener.h>
 #include <json-c/linkhash.h>
+#include <json-c/printbuf.h>
 
 #define DEFAULT_DEPTH 64
 /* Members of smaller objects are found by walking the list. */
@@ -52,6 +53,7 @@ typedef struct {
     size_t n, i;
     int depth, max_depth;
     const char *bad; /* what is wrong at i */
+    int64_t n_null;  /* as a word of the text */
 } scanner;
 
 static int at(const scanner *s, size_t i)
@@ -193,6 +195,7 @@ static bool scan_literal(scanner *s)
 
         if (n <= s->n - s->i && memcmp(s->p + s->i, literals[k], n) == 0) {
             s->i += n;
+            s->n_null += *literals[k] == 'n';
             return true;
         }
     }
@@ -274,8 +277,8 @@ static int check_double(json_object *o, hx_err *err)
     return 0;
 }
 
-/* Recursion is bounded by max_depth. */
-static int index_tree(json_object *o, hx_err *err)
+/* Recursion is bounded by max_depth. *n_null: of the tree. */
+static int index_tree(json_object *o, int64_t *n_null, hx_err *err)
 {
     const struct lh_entry *e;
     int rc = 0;
@@ -285,16 +288,22 @@ static int index_tree(json_object *o, hx_err *err)
         return check_double(o, err);
     case json_type_array:
         for (size_t i = 0; i < json_object_array_length(o) && rc == 0; i++)
-            rc = index_tree(json_object_array_get_idx(o, i), err);
+            rc = index_tree(json_object_array_get_idx(o, i), n_null, err);
         return rc;
     case json_type_object:
         for (e = lh_table_head(json_object_get_object(o)); e != NULL && rc == 0;
              e = lh_entry_next(e))
-            rc = index_tree(lh_entry_v(e), err);
+            rc = index_tree(lh_entry_v(e), n_null, err);
         return rc != 0 ? rc : index_object(o, err);
     default:
+        *n_null += o == NULL;
         return 0;
     }
+}
+
+static int no_memory(const scanner *s, hx_err *err)
+{
+    return hx_fail(err, HX_ENOMEM, "JSON: no memory for a text of %zu bytes", s->n);
 }
 
 /* Hands text to json-c piece by piece; a piece ends where the mark goes in. */
@@ -315,6 +324,8 @@ static int feed(json_tokener *tok, scanner *s, json_object **root, hx_err *err)
             json_tokener_parse_ex(tok, BIG_INT_MARK, (int)strlen(BIG_INT_MARK));
             state = json_tokener_get_error(tok);
         }
+        if (state == json_tokener_success && *root == NULL && s->p[s->n - 1] != 'l')
+            return no_memory(s, err);
         if (state == json_tokener_success && s->i < s->n)
             state = json_tokener_error_parse_unexpected;
         if (state != json_tokener_continue && state != json_tokener_success) {
@@ -340,6 +351,7 @@ int hx_json_parse(hx_json **out, hx_str text, int max_depth, hx_err *err)
                   .max_depth = max_depth > 0 ? max_depth : DEFAULT_DEPTH };
     json_tokener *tok = NULL;
     json_object *root = NULL;
+    int64_t n_null = 0;
     int rc;
 
     *out = NULL;
@@ -355,15 +367,21 @@ int hx_json_parse(hx_json **out, hx_str text, int max_depth, hx_err *err)
         goto fail;
     }
     json_tokener_set_flags(tok, JSON_TOKENER_STRICT);
-    if ((rc = feed(tok, &s, &root, err)) != 0)
-        goto fail;
-    /* json-c has no code for "out of memory": it reports success and no value. */
-    if (root == NULL && s.p[s.n - 1] != 'l') {
-        rc = hx_fail(err, HX_ENOMEM, "JSON: no memory for a text of %zu bytes", s.n);
+    /* json-c has no code for "out of memory": without room for a string it cuts it, without
+     * room for a value it goes on with null. So there is room for the longest string. */
+    if (printbuf_memset(tok->pb, 0, 0, (int)HX_MIN(s.n + 32, (size_t)INT32_MAX - 8)) <
+        0) {
+        rc = no_memory(&s, err);
         goto fail;
     }
-    if ((rc = index_tree(root, err)) != 0)
+    printbuf_reset(tok->pb);
+    if ((rc = feed(tok, &s, &root, err)) != 0 ||
+        (rc = index_tree(root, &n_null, err)) != 0)
         goto fail;
+    if (n_null > s.n_null) {
+        rc = no_memory(&s, err);
+        goto fail;
+    }
     json_tokener_free(tok);
     *out = (hx_json *)root;
     return 0;

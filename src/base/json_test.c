@@ -8,11 +8,24 @@
 
 #include <inttypes.h>
 #include <locale.h>
+#include <malloc.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/resource.h>
 
 #include "base/json.c"
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define SANITIZED true
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define SANITIZED true
+#endif
+#endif
+#ifndef SANITIZED
+#define SANITIZED false
+#endif
 
 static hx_json *parse(const char *text)
 {
@@ -469,6 +482,56 @@ static void test_failing_memory(void **state)
     assert_int_equal(hx_test_live_allocs(), 0);
 }
 
+static size_t address_bytes(void)
+{
+    size_t pages = 0;
+    FILE *f = fopen("/proc/self/statm", "r");
+
+    assert_non_null(f);
+    assert_int_equal(fscanf(f, "%zu", &pages), 1);
+    fclose(f);
+    return pages * 4096;
+}
+
+/* Memory that json-c asks for itself: a text is read whole, or is an error. */
+static void test_no_memory(void **state)
+{
+    enum { N = 3000000 };
+    struct rlimit all, few;
+    hx_sb b = { 0 };
+    int64_t n_read = 0, n_not = 0;
+
+    (void)state;
+    if (SANITIZED) {
+        printf("SKIP json: a sanitizer's memory has no limit\n");
+        skip();
+    }
+    hx_sb_str(&b, "{\"a\":[\"");
+    for (size_t i = 0; i < N; i++)
+        hx_sb_char(&b, (char)('a' + i % 26));
+    hx_sb_str(&b, "\",null]}");
+    assert_false(b.bad);
+    mallopt(M_MMAP_THRESHOLD, 1 << 17); /* what is freed leaves the process */
+    assert_int_equal(getrlimit(RLIMIT_AS, &all), 0);
+    for (size_t more = 0; more < 3 * N; more += N / 30) {
+        hx_json *j = NULL;
+        int rc;
+
+        few = all;
+        few.rlim_cur = address_bytes() + more;
+        assert_int_equal(setrlimit(RLIMIT_AS, &few), 0);
+        rc = hx_json_parse(&j, (hx_str) { b.p, b.n }, 0, NULL);
+        assert_int_equal(setrlimit(RLIMIT_AS, &all), 0);
+        n_read += rc == 0;
+        n_not += rc == HX_ENOMEM;
+        if (rc == 0)
+            assert_int_equal(hx_json_str(hx_json_at(hx_json_get(j, "a"), 0)).n, N);
+        hx_json_free(j);
+    }
+    hx_sb_free(&b);
+    assert_true(n_read > 0 && n_not > 0 && n_read + n_not == 90);
+}
+
 /* One tree, many readers: nothing in it may change. Run under a thread sanitizer. */
 static void *read_all(void *tree)
 {
@@ -504,12 +567,13 @@ static void test_threads(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_python),  cmocka_unit_test(test_errors),
-        cmocka_unit_test(test_depth),   cmocka_unit_test(test_borrowed),
-        cmocka_unit_test(test_access),  cmocka_unit_test(test_integers),
-        cmocka_unit_test(test_members), cmocka_unit_test(test_write),
-        cmocka_unit_test(test_locale),  cmocka_unit_test(test_failing_memory),
-        cmocka_unit_test(test_threads), cmocka_unit_test(test_string_bytes),
+        cmocka_unit_test(test_no_memory), /* before threads, whose arenas have room */
+        cmocka_unit_test(test_python),    cmocka_unit_test(test_errors),
+        cmocka_unit_test(test_depth),     cmocka_unit_test(test_borrowed),
+        cmocka_unit_test(test_access),    cmocka_unit_test(test_integers),
+        cmocka_unit_test(test_members),   cmocka_unit_test(test_write),
+        cmocka_unit_test(test_locale),    cmocka_unit_test(test_failing_memory),
+        cmocka_unit_test(test_threads),   cmocka_unit_test(test_string_bytes),
     };
 
     return cmocka_run_group_tests_name("json", tests, NULL, NULL);

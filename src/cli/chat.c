@@ -1,12 +1,15 @@
 /* chat.c - the terminal chat: history, folded reasoning, Ctrl-C stops an answer. Uses
  * hoist.h and the reply parser only. */
+#include <poll.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <unistd.h>
 
 #include "cli/cli.h"
 
-#define LINE_MAX_BYTES (1u << 20)
+#define TEXT_MAX_BYTES (1u << 20)
+#define TTY_LINE_BYTES 4095 /* a terminal drops what a line has beyond */
+#define PASTE_MS       30   /* what comes sooner after a line was not typed */
 
 /* Set by SIGINT while an answer runs; the one thing a handler may touch. */
 static volatile sig_atomic_t interrupted;
@@ -160,16 +163,17 @@ static int answer(chat *t, const int32_t *ids, int64_t n, hx_err *err)
     return rc;
 }
 
-static void turn(chat *t, const char *line)
+static void turn(chat *t, hx_str text)
 {
     const size_t before = t->history.n;
     int32_t *ids = NULL;
     int64_t n = 0;
     hx_err err = { 0 };
 
-    add_message(t, "user", hx_str_c(line), (hx_str) { NULL, 0 });
+    add_message(t, "user", text, (hx_str) { NULL, 0 });
     if (render(t, &ids, &n, &err) != 0 || answer(t, ids, n, &err) != 0) {
-        fprintf(stderr, "hoist: %s\n", err.msg);
+        fprintf(stderr, "hoist: %s%s\n", err.msg,
+                err.code == HX_ELIMIT && before > 0 ? "; /new starts over" : "");
         t->history.n = before;
         if (t->history.p != NULL)
             t->history.p[before] = '\0';
@@ -214,11 +218,57 @@ static bool command(chat *t, const char *line)
     return true;
 }
 
-static void loop(chat *t)
+/* ---- reading ------------------------------------------------------------ */
+
+static bool is_waiting(void)
+{
+    struct pollfd in = { .fd = 0, .events = POLLIN };
+
+    return poll(&in, 1, PASTE_MS) > 0;
+}
+
+/* A line, or what was pasted: lines that come at once, and the one that a person ends after
+ * them. False at the end of the input; *bad: it cannot be used, and was told. */
+static bool read_text(const chat *t, hx_sb *text, bool *bad)
 {
     char *line = NULL;
     size_t cap = 0;
     ssize_t n;
+    bool pasted = false, last, cut = false;
+
+    text->n = 0;
+    do {
+        last = pasted && !is_waiting();
+        if (last) {
+            printf("%s (several lines; Enter sends them) %s", dim(t, true),
+                   dim(t, false));
+            fflush(stdout);
+        }
+        if ((n = getline(&line, &cap, stdin)) < 0)
+            break;
+        while (n > 0 && (line[n - 1] == '\n' || line[n - 1] == '\r'))
+            n--;
+        cut = cut || (t->person && n >= TTY_LINE_BYTES);
+        if (pasted && n > 0)
+            hx_sb_char(text, '\n');
+        hx_sb_add(text, line, (size_t)n);
+        pasted = pasted || (t->person && is_waiting());
+    } while (pasted && !last);
+    free(line);
+    *bad = cut || text->bad || text->n > TEXT_MAX_BYTES || !hx_utf8_ok(text->p, text->n);
+    if (*bad && n >= 0)
+        fprintf(stderr,
+                cut ? "hoist: the terminal keeps %d bytes of a line; break it, or "
+                      "use hoist run MODEL -p TEXT\n"
+                    : "hoist: that is not UTF-8 or longer than 1 MiB\n",
+                TTY_LINE_BYTES);
+    return n >= 0;
+}
+
+static void loop(chat *t)
+{
+    hx_sb text = { 0 };
+    bool bad;
 
     for (;;) {
         if (t->person) {
@@ -226,30 +276,20 @@ static void loop(chat *t)
             fflush(stdout);
         }
         interrupted = 0;
-        n = getline(&line, &cap, stdin);
-        if (n < 0 && interrupted && t->person) { /* Ctrl-C at the prompt */
-            clearerr(stdin);
-            printf("\n(Ctrl-D or /quit leaves)\n");
-            continue;
-        }
-        if (n < 0)
-            break;
-        while (n > 0 && (line[n - 1] == '\n' || line[n - 1] == '\r'))
-            line[--n] = '\0';
-        if (n == 0)
-            continue;
-        if ((size_t)n > LINE_MAX_BYTES || !hx_utf8_ok(line, (size_t)n)) {
-            fprintf(stderr, "hoist: that line is not UTF-8 or longer than 1 MiB\n");
-            continue;
-        }
-        if (line[0] == '/') {
-            if (!command(t, line))
+        if (!read_text(t, &text, &bad)) {
+            if (!interrupted || !t->person)
                 break;
+            clearerr(stdin); /* Ctrl-C at the prompt */
+            printf("\n(Ctrl-D or /quit leaves)\n");
+        } else if (bad || text.n == 0) {
             continue;
+        } else if (text.p[0] != '/' || memchr(text.p, '\n', text.n) != NULL) {
+            turn(t, (hx_str) { text.p, text.n });
+        } else if (!command(t, text.p)) {
+            break;
         }
-        turn(t, line);
     }
-    free(line);
+    hx_sb_free(&text);
 }
 
 int cmd_chat(const hx_cli *c)

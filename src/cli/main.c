@@ -359,6 +359,9 @@ static int set_size(const option *o, const char *value, uint64_t *out, hx_err *e
     hx_err why = { 0 };
     const int rc = hx_parse_size(value, out, &why);
 
+    if (rc == 0 && *out == 0)
+        return hx_fail(err, HX_EARG, "%s: found 0, expected a size: %s", o->name,
+                       o->help);
     return rc == 0 ? 0 : hx_fail(err, rc, "%s: %.200s", o->name, why.msg);
 }
 
@@ -415,7 +418,7 @@ static int set_word(hx_cli *c, const command *cmd, const char *word, hx_err *err
 
     if (what || (cmd->bit == CONNECT && c->what == NULL))
         c->what = word;
-    else if (c->model == NULL)
+    else if (c->model == NULL && cmd->bit != CONNECT)
         c->model = word;
     else if (cmd->bit == QUANTIZE && c->out == NULL)
         c->out = word;
@@ -429,7 +432,9 @@ static int set_word(hx_cli *c, const command *cmd, const char *word, hx_err *err
 static int parse(hx_cli *c, const command *cmd, int argc, char **argv, hx_err *err)
 {
     for (int i = 2; i < argc; i++) {
+        const char *value = strchr(argv[i], '=');
         const option *o;
+        char name[64];
         int rc;
 
         if (argv[i][0] != '-' || argv[i][1] == '\0') {
@@ -437,13 +442,20 @@ static int parse(hx_cli *c, const command *cmd, int argc, char **argv, hx_err *e
                 return rc;
             continue;
         }
-        if ((o = find_option(strcmp(argv[i], "-h") == 0 ? "--help" : argv[i],
-                             cmd->bit)) == NULL)
+        snprintf(name, sizeof name, "%.*s", (int)strcspn(argv[i], "="), argv[i]);
+        if ((o = find_option(strcmp(name, "-h") == 0 ? "--help" : name, cmd->bit)) ==
+            NULL)
             return hx_fail(err, HX_EARG, "%s has no option %.60s; see hoist %s --help",
                            cmd->name, argv[i], cmd->name);
-        if (o->kind != OPT_FLAG && i + 1 == argc)
+        if (o->kind == OPT_FLAG && value != NULL)
+            return hx_fail(err, HX_EARG, "%s takes no value", o->name);
+        if (o->kind != OPT_FLAG && value == NULL && i + 1 == argc)
             return hx_fail(err, HX_EARG, "%s needs a value (%s)", o->name, o->arg);
-        if ((rc = set_option(c, o, o->kind == OPT_FLAG ? NULL : argv[++i], err)) != 0)
+        if (value != NULL)
+            value++;
+        else if (o->kind != OPT_FLAG)
+            value = argv[++i];
+        if ((rc = set_option(c, o, value, err)) != 0)
             return rc;
     }
     return 0;
@@ -707,6 +719,17 @@ static void open_standard(void)
             return;
 }
 
+/* Weights are read where their file lies. It dies of this again when the handler is through. */
+static void on_bus_error(int sig)
+{
+    static const char why[] =
+        "hoist: a file in use became shorter, or its disk cannot be read\n";
+
+    (void)sig;
+    if (write(STDERR_FILENO, why, sizeof why - 1) < 0)
+        return;
+}
+
 static int run_command(int argc, char **argv)
 {
     const command *cmd = NULL;
@@ -764,6 +787,12 @@ static int run_command(int argc, char **argv)
         fprintf(stderr, "hoist: --park-disk without --park-dir, the folder it is for\n");
         return 2;
     }
+    if ((cmd->bit & (SERVE | CHAT)) != 0 && c.prefix != NULL &&
+        strcmp(c.prefix, "off") == 0 && (c.park_dir != NULL || c.park_ram > 0)) {
+        fprintf(stderr, "hoist: --prefix off keeps nothing: leave out --park-dir and "
+                        "--park-ram\n");
+        return 2;
+    }
     if (c.model == NULL && c.what != NULL && strcmp(c.what, "trace") == 0) {
         fprintf(
             stderr,
@@ -782,10 +811,13 @@ static int run_command(int argc, char **argv)
 
 int main(int argc, char **argv)
 {
+    const struct sigaction bus = { .sa_handler = on_bus_error,
+                                   .sa_flags = (int)SA_RESETHAND };
     int rc;
 
     open_standard();
     signal(SIGPIPE, SIG_IGN);
+    sigaction(SIGBUS, &bus, NULL);
     rc = run_command(argc, argv);
     if ((fflush(stdout) != 0 || ferror(stdout)) && errno != EPIPE) {
         fprintf(stderr, "hoist: standard output: %s\n", strerror(errno));

@@ -100,17 +100,28 @@ static void *load(void *ud)
     return NULL;
 }
 
-/* The thread that waits for SIGINT and SIGTERM; the others have them blocked. The first
- * lets answers go on for a while, the second does not. */
-static void *wait_signal(void *ud)
+/* Those that end the server; SIGHUP does when its terminal goes, but not under nohup. */
+static sigset_t stop_signals(void)
 {
-    loader *l = ud;
+    struct sigaction hup;
     sigset_t set;
-    int sig;
 
     sigemptyset(&set);
     sigaddset(&set, SIGINT);
     sigaddset(&set, SIGTERM);
+    if (sigaction(SIGHUP, NULL, &hup) == 0 && hup.sa_handler != SIG_IGN)
+        sigaddset(&set, SIGHUP);
+    return set;
+}
+
+/* The thread that waits for these signals; the others have them blocked. The first lets
+ * answers go on for a while, the second does not. */
+static void *wait_signal(void *ud)
+{
+    loader *l = ud;
+    const sigset_t set = stop_signals();
+    int sig;
+
     while (sigwait(&set, &sig) == 0 && !atomic_load(&l->stop))
         hx_server_stop(l->server);
     return NULL;
@@ -153,7 +164,7 @@ int cmd_serve(const hx_cli *c)
     pthread_t load_thread, signal_thread;
     hx_err err = { 0 };
     hx_sb keys = { 0 };
-    sigset_t set;
+    const sigset_t set = stop_signals();
     int rc;
 
     if (read_keys(c, &keys, &err) != 0)
@@ -161,9 +172,6 @@ int cmd_serve(const hx_cli *c)
     opt.api_key = keys.p;
     if (!c->quiet)
         hx_on_log(log_line, NULL);
-    sigemptyset(&set);
-    sigaddset(&set, SIGINT);
-    sigaddset(&set, SIGTERM);
     pthread_sigmask(SIG_BLOCK, &set, NULL);
     rc = hx_server_open(&l.server, &opt, &err);
     hx_sb_free(&keys);
@@ -197,17 +205,14 @@ static int prompt_ids(hx_engine *e, const hx_cli *c, int32_t **ids, int64_t *n)
 
     if (c->raw) {
         *n = hx_tokenize(e, text, true, NULL, 0);
-        if (*n < 0) {
-            hx_fail(&err, (int)*n, "prompt: cannot be tokenized (%s)",
-                    hx_strerror((int)*n));
-            return cli_fail(&err);
-        }
-        if ((*ids = hx_new(int32_t, HX_MAX(*n, 1))) == NULL) {
-            hx_fail(&err, HX_ENOMEM, "prompt: no memory");
-            return cli_fail(&err);
-        }
-        hx_tokenize(e, text, true, *ids, *n);
-        return 0;
+        if (*n >= 0 && (*ids = hx_new(int32_t, HX_MAX(*n, 1))) == NULL)
+            *n = HX_ENOMEM;
+        if (*n >= 0)
+            *n = hx_tokenize(e, text, true, *ids, *n);
+        if (*n >= 0)
+            return 0;
+        hx_fail(&err, (int)*n, "prompt: cannot be tokenized (%s)", hx_strerror((int)*n));
+        return cli_fail(&err);
     }
     hx_sb_str(&json, "{\"messages\":[{\"role\":\"user\",\"content\":");
     hx_json_put_str(&json, text);

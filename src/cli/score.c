@@ -258,13 +258,13 @@ static int text_ids(const job *j, hx_str text, const char *name, int32_t **ids,
     hx_engine *e = j->s[0].e;
 
     *n = hx_tokenize(e, text, true, NULL, 0);
-    if (*n < 0)
-        return hx_fail(err, (int)*n, "%s: cannot be tokenized (%s)", name,
-                       hx_strerror((int)*n));
-    if ((*ids = hx_new(int32_t, *n + 1)) == NULL)
-        return hx_fail(err, HX_ENOMEM, "%s: no memory for %lld ids", name, (long long)*n);
-    hx_tokenize(e, text, true, *ids, *n);
-    return 0;
+    if (*n >= 0 && (*ids = hx_new(int32_t, *n + 1)) == NULL)
+        *n = HX_ENOMEM;
+    if (*n >= 0)
+        *n = hx_tokenize(e, text, true, *ids, *n);
+    return *n >= 0 ? 0
+                   : hx_fail(err, (int)*n, "%s: cannot be tokenized (%s)", name,
+                             hx_strerror((int)*n));
 }
 
 /* Cuts one text in windows. The rest at the end counts when it fills at least a quarter. */

@@ -278,6 +278,11 @@ static int place_experts(hx_engine *e, const hx_options *opt, hx_err *err)
         (rc = hx_model_place_bytes(e->model, HX_PLACE_ROUTED, &need, err)) != 0 ||
         need == 0)
         return rc;
+    if (hx_dev_is_host(e->dev) && opt->vram_bytes == 0 && opt->ram_bytes != 0)
+        return hx_fail(err, HX_EARG,
+                       "ram: device %s reads experts where their files lie, there is "
+                       "nothing to limit; leave it out",
+                       e->dev->ops->name);
     if (hx_dev_is_host(e->dev) && opt->vram_bytes == 0)
         return store.mode == HX_MODE_AUTO
                    ? 0

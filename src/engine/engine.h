@@ -215,8 +215,9 @@ typedef struct {
     bool suspect;                /* the next canary is due at once, whoever waits */
     char *dump_dir;
     int32_t n_dump;
-    pthread_mutex_t record_lock; /* guards record */
+    pthread_mutex_t record_lock; /* guards these two */
     void *record;                /* FILE, or NULL */
+    int64_t n_unrecorded;        /* answers, since writing has failed */
 } hx_health;
 
 /* scrub.c's: the thread that compares weights with their checksums owns it. */

@@ -6,6 +6,7 @@
  * only reads the beat and, when it stops, gives running requests their error. Neither ever
  * writes text of a prompt. */
 #include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <stdio.h>
 #include <time.h>
@@ -20,6 +21,19 @@
 #define DUMP_MAX     100      /* files of one process */
 
 /* ---- life --------------------------------------------------------------- */
+
+/* Ids are as good as text: only for their owner. Nothing that failed is kept for later. */
+static FILE *open_private(const char *path, int how)
+{
+    const int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | how, 0600);
+    FILE *f = fd >= 0 ? fdopen(fd, how == O_APPEND ? "a+" : "w+") : NULL;
+
+    if (f != NULL)
+        setvbuf(f, NULL, _IONBF, 0);
+    else if (fd >= 0)
+        close(fd);
+    return f;
+}
 
 int hx_health_open(hx_engine *e, const hx_options *opt, hx_err *err)
 {
@@ -37,7 +51,7 @@ int hx_health_open(hx_engine *e, const hx_options *opt, hx_err *err)
             return hx_fail(err, HX_ENOMEM, "engine: no memory");
         memcpy(h->dump_dir, opt->dump_dir, n);
     }
-    if (opt->record != NULL && (h->record = fopen(opt->record, "ae")) == NULL)
+    if (opt->record != NULL && (h->record = open_private(opt->record, O_APPEND)) == NULL)
         return hx_fail(err, HX_EIO, "record %s: %s", opt->record, strerror(errno));
     return 0;
 }
@@ -55,12 +69,16 @@ static void lose_running(hx_engine *e, const char *why)
     }
 }
 
+static int64_t limit_us(const hx_health *h)
+{
+    return HX_MAX(h->stall_us, 2 * atomic_load(&h->worst_us));
+}
+
 /* Under lock. */
 static void watch_beat(hx_engine *e)
 {
     hx_health *h = &e->health;
-    const int64_t still = hx_now_us() - atomic_load(&h->beat_us),
-                  limit = HX_MAX(h->stall_us, 2 * atomic_load(&h->worst_us));
+    const int64_t still = hx_now_us() - atomic_load(&h->beat_us), limit = limit_us(h);
 
     if (!atomic_load(&h->working) || still <= limit) {
         if (atomic_exchange(&h->stalled, false))
@@ -76,14 +94,18 @@ static void watch_beat(hx_engine *e)
     lose_running(e, h->stall_text);
 }
 
+/* Where the watchdog itself could not look, all of the process stood still (Ctrl-Z, a paused
+ * machine): that is no fault of the engine, whose time begins again. */
 static void *run_watchdog(void *ud)
 {
     hx_engine *e = ud;
     const int64_t every_us = HX_MIN(e->health.stall_us / 5, 500000);
     struct timespec until;
+    int64_t began;
 
     pthread_mutex_lock(&e->lock);
     while (!e->closing) {
+        began = hx_now_us();
         clock_gettime(CLOCK_MONOTONIC, &until);
         until.tv_nsec += (long)every_us * 1000;
         if (until.tv_nsec >= 1000000000) {
@@ -91,6 +113,8 @@ static void *run_watchdog(void *ud)
             until.tv_nsec -= 1000000000;
         }
         pthread_cond_timedwait(&e->health.quit, &e->lock, &until);
+        if (hx_now_us() - began > 3 * every_us)
+            atomic_store(&e->health.beat_us, hx_now_us());
         watch_beat(e);
     }
     pthread_mutex_unlock(&e->lock);
@@ -131,12 +155,13 @@ static void learn_pause(hx_health *h, int64_t us)
         atomic_store(&h->worst_us, us);
 }
 
+/* A pause that is too long and was not told of is one of the whole process. */
 void hx_health_beat(hx_engine *e)
 {
     hx_health *h = &e->health;
     const int64_t now = hx_now_us(), took = now - atomic_load(&h->beat_us);
 
-    if (atomic_load(&h->working))
+    if (atomic_load(&h->working) && (took <= limit_us(h) || atomic_load(&h->stalled)))
         learn_pause(h, took);
     atomic_store(&h->beat_us, now);
 }
@@ -458,17 +483,19 @@ static void dump(hx_stream *s, const char *why)
     hx_sb b = { 0 };
     char path[4096];
     FILE *f;
+    bool ok;
 
     if (h->dump_dir == NULL || h->n_dump >= DUMP_MAX)
         return;
     snprintf(path, sizeof path, "%s/hoist-%d-%d.json", h->dump_dir, (int)getpid(),
              h->n_dump++);
     put_record(&b, s, "broken", why);
-    f = b.bad ? NULL : fopen(path, "we");
-    if (f == NULL || fwrite(b.p, 1, b.n, f) != b.n)
-        hx_log(HX_LOG_WARN, "%s: cannot be written", path);
-    else
+    f = b.bad ? NULL : open_private(path, O_TRUNC);
+    ok = f != NULL && fwrite(b.p, 1, b.n, f) == b.n;
+    if (ok)
         hx_log(HX_LOG_WARN, "ids and settings of the broken answer are in %s", path);
+    else
+        hx_log(HX_LOG_WARN, "%s: cannot be written: %s", path, strerror(errno));
     if (f != NULL)
         fclose(f);
     hx_sb_free(&b);
@@ -482,19 +509,37 @@ void hx_health_suspect(hx_stream *s, const hx_err *err)
     s->engine->health.suspect = true;
 }
 
+/* Does the file end within a line, because a disk was full or a server was killed? */
+static bool is_torn(int fd)
+{
+    const off_t end = lseek(fd, 0, SEEK_END);
+    char last;
+
+    return end > 0 && pread(fd, &last, 1, end - 1) == 1 && last != '\n';
+}
+
 void hx_health_record(const hx_stream *s)
 {
     static const char *const finish[] = { "none", "eos", "text", "length", "cancel" };
     hx_health *h = &s->engine->health;
     hx_sb b = { 0 };
+    bool ok;
 
     if (h->record == NULL || !s->ended || s->score != NULL)
         return;
     put_record(&b, s, s->end.kind == HX_EV_ERROR ? "error" : finish[s->end.stop],
                s->end.kind == HX_EV_ERROR ? s->end.err.msg : NULL);
     pthread_mutex_lock(&h->record_lock);
-    if (b.bad || fwrite(b.p, 1, b.n, h->record) != b.n || fflush(h->record) != 0)
-        hx_log(HX_LOG_WARN, "record: a line could not be written");
+    ok = !b.bad && (!is_torn(fileno(h->record)) || fputc('\n', h->record) == '\n') &&
+         fwrite(b.p, 1, b.n, h->record) == b.n;
+    if (!ok && h->n_unrecorded++ == 0)
+        hx_log(HX_LOG_WARN, "record: %s; what is answered now is not in it",
+               strerror(b.bad ? ENOMEM : errno));
+    if (ok && h->n_unrecorded > 0) {
+        hx_log(HX_LOG_WARN, "record: written again, %lld answers are missing",
+               (long long)h->n_unrecorded);
+        h->n_unrecorded = 0;
+    }
     pthread_mutex_unlock(&h->record_lock);
     hx_sb_free(&b);
 }

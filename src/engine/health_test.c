@@ -6,8 +6,10 @@
 
 #include <dirent.h>
 #include <math.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "engine/engine.h"
@@ -127,6 +129,36 @@ static void test_stall(void **state)
     hx_stream_free(s);
     ask(e, &(hx_request) { HELLO, .max_new = 5 }, a);
     assert_int_equal(a->n, 5);
+    hx_free(a);
+    hx_close(e);
+}
+
+/* A process that was stopped, and goes on, has lost nothing and learned nothing of itself. */
+static void test_stopped(void **state)
+{
+    hx_engine *e = open_demo(&(hx_options) { .stall_ms = 2000, .no_canary = true });
+    answer *a = hx_new(answer, 1);
+    const pid_t us = getpid();
+    hx_stream *s;
+    hx_event ev;
+    pid_t other;
+
+    (void)state;
+    s = submit(e, &(hx_request) { HELLO, .max_new = 500, .ignore_eos = true });
+    while (hx_next(s, &ev, 10000) == 1 && ev.kind != HX_EV_TOKENS)
+        continue;
+    if ((other = fork()) == 0) {
+        kill(us, SIGSTOP);
+        sleep(6);
+        kill(us, SIGCONT);
+        _exit(0);
+    }
+    assert_true(other > 0);
+    read_all(s, a);
+    assert_int_equal(waitpid(other, NULL, 0), other);
+    assert_int_equal(a->end.kind, HX_EV_DONE);
+    assert_true(atomic_load(&e->health.worst_us) < 5000000);
+    hx_stream_free(s);
     hx_free(a);
     hx_close(e);
 }
@@ -606,6 +638,7 @@ static void test_record(void **state)
     size_t n;
 
     (void)state;
+    assert_int_equal(write(fd, "torn", 4), 4); /* a server was killed there */
     close(fd);
     ask(e,
         &(hx_request) { HELLO, .max_new = 20, .temperature = 0.7f, .top_p = 0.9f,
@@ -615,9 +648,10 @@ static void test_record(void **state)
         a);
     hx_close(e);
     assert_int_equal(hx_file_read(path, 1 << 20, &text, &n, NULL), 0);
-    assert_non_null(line = memchr(text, '\n', n));
+    assert_memory_equal(text, "torn\n", 5);
+    assert_non_null(line = memchr(text + 5, '\n', n - 5));
     assert_int_equal(line + 1 - text, n);
-    assert_int_equal(hx_json_parse(&j, (hx_str) { text, n - 1 }, 0, NULL), 0);
+    assert_int_equal(hx_json_parse(&j, (hx_str) { text + 5, n - 6 }, 0, NULL), 0);
     assert_int_equal(hx_json_len(hx_json_get(j, "answer")), a->n);
     for (int32_t i = 0; i < a->n; i++)
         assert_int_equal(hx_json_int(hx_json_at(hx_json_get(j, "answer"), (size_t)i), -1),
@@ -632,11 +666,36 @@ static void test_record(void **state)
     hx_free(a);
 }
 
+static void count_lost(void *ud, int level, const char *text)
+{
+    (void)level;
+    *(int *)ud += strstr(text, "record: No space left") != NULL;
+}
+
+/* A full disk is told of once, not with every answer. */
+static void test_record_full(void **state)
+{
+    const hx_options opt = { .record = "/dev/full" };
+    hx_engine *e = open_demo(&opt);
+    answer *a = hx_new(answer, 1);
+    int n_lost = 0;
+
+    (void)state;
+    hx_on_log(count_lost, &n_lost);
+    for (int i = 0; i < 3; i++)
+        ask(e, &(hx_request) { HELLO, .max_new = 2 }, a);
+    hx_on_log(NULL, NULL);
+    hx_close(e);
+    hx_free(a);
+    assert_int_equal(n_lost, 1);
+}
+
 /* health_test [PATTERN [DEVICE]]: those that play a fault need a tap, which only the CPU has */
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_stall),
+        cmocka_unit_test(test_stopped),
         cmocka_unit_test(test_stalled_score),
         cmocka_unit_test(test_broken_once),
         cmocka_unit_test(test_broken_model),
@@ -649,6 +708,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_progress),
         cmocka_unit_test(test_metrics),
         cmocka_unit_test(test_record),
+        cmocka_unit_test(test_record_full),
     };
 
     demo_args(argc, argv);

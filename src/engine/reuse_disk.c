@@ -137,41 +137,51 @@ static void head_of(const hx_reuse *r, const hx_node *n, hx_park_head *h)
         h->parent = from->snap->name;
 }
 
-/* Chooses a snapshot; nothing is copied yet. */
-static void begin_write(hx_engine *e, int64_t idle_us)
+/* Chooses a snapshot; nothing is copied yet. False: for now there is none. */
+static bool begin_write(hx_engine *e, int64_t idle_us)
 {
     hx_reuse *r = e->reuse;
     hx_node *n = next_to_write(r, idle_us);
     hx_park_head h;
-    uint64_t bytes;
+    uint64_t bytes, limit;
 
     if (n == NULL) {
         r->retry_us = hx_now_us() + LOOK_US;
-        return;
+        return false;
     }
     r->write.from = file_above(n);
-    if (!has_pages(n, r->write.from)) {
-        n->snap->no_file = true;
-        r->write.from = NULL;
-        return;
-    }
     head_of(r, n, &h);
     bytes = hx_park_file_bytes(r->park, &h);
     r->write.n_page = (h.n - h.from + HX_PAGE - 1) / HX_PAGE;
     /* The copies lie in memory until they are written; half the budget bounds them. */
-    if (bytes > r->ram_bytes / 2 || !hx_park_fits_day(r->park, bytes) ||
+    limit = HX_MIN(r->ram_bytes / 2, e->info.park_disk_bytes);
+    if (bytes > limit || !has_pages(n, r->write.from)) {
+        if (bytes > limit)
+            hx_log(HX_LOG_INFO,
+                   "park: %lld tokens are not written: %llu bytes, but half of "
+                   "--park-ram, or --park-disk, is %llu",
+                   (long long)n->end, (unsigned long long)bytes,
+                   (unsigned long long)limit);
+        n->snap->no_file = true;
+        memset(&r->write, 0, sizeof r->write);
+        return true;
+    }
+    if (!hx_park_fits_day(r->park, bytes) ||
         !make_disk_room(e, bytes, n->snap->used_us) ||
         (r->write.page = hx_new(hx_blob *, r->write.n_page)) == NULL) {
-        hx_log(HX_LOG_INFO, "park: %llu bytes do not fit a budget now",
+        hx_log(HX_LOG_INFO,
+               "park: %llu bytes are not written now: the folder is full of newer "
+               "ones, or the day's writes are used up",
                (unsigned long long)bytes);
         memset(&r->write, 0, sizeof r->write);
         r->retry_us = hx_now_us() + RETRY_US;
-        return;
+        return false;
     }
     r->write.node = n;
     hx_prefix_busy(n, 1);
     if (r->write.from != NULL)
         hx_prefix_busy(r->write.from, 1);
+    return true;
 }
 
 /* A copy of the node's page, wherever it is in memory. NULL: no memory for it. */
@@ -378,8 +388,8 @@ static void tick(hx_engine *e, int64_t idle_us, int64_t max_pages)
 {
     hx_reuse *r = e->reuse;
 
-    if (r->write.node == NULL && hx_now_us() >= r->retry_us)
-        begin_write(e, idle_us);
+    while (r->write.node == NULL && hx_now_us() >= r->retry_us && begin_write(e, idle_us))
+        ;
     if (r->write.node != NULL && !r->write.queued)
         go_on_writing(e, max_pages);
 }

@@ -686,6 +686,43 @@ static void test_disk_budgets(void **state)
     hx_free(a);
 }
 
+/* A state that no budget has room for is not in the way of those used before it. */
+static void test_disk_too_large(void **state)
+{
+    char dir[] = "/tmp/hoist-reuse-XXXXXX";
+    hx_options opt = { .max_streams = 1, .ctx_tokens = 1024, .park_dir = mkdtemp(dir) };
+    int32_t *t = hx_new(int32_t, N_MAX);
+    answer *a = hx_new(answer, 1);
+    uint64_t room;
+
+    (void)state;
+    for (int way = 0; way < 2; way++) {
+        hx_engine *e = open_with(&opt);
+
+        room = 4 * e->cache->page_bytes + hx_cache_state_bytes(e->cache, HX_PEND_MAX) +
+               (64 << 10);
+        hx_close(e);
+        opt.park_ram_bytes = way == 0 ? 2 * room : 1 << 30;
+        opt.park_disk_bytes = way == 0 ? 1 << 30 : room;
+        e = open_with(&opt);
+        make_text(e, t, 100, 700);
+        ask(e, t, 100, 1, a);
+        for (int64_t i = 0; i < 900; i++) /* no borders: one file of all */
+            t[i] = (int32_t)(hx_rng_at(701, (uint64_t)i) % 4000);
+        ask(e, t, 900, 1, a);
+        hx_close(e); /* writes what is not written, the last used first */
+        e = open_with(&opt);
+        make_text(e, t, 100, 700);
+        ask(e, t, 100, 1, a);
+        assert_true(a->end.cached > 60);
+        hx_forget(e, NULL);
+        hx_close(e);
+    }
+    rmdir(dir);
+    hx_free(t);
+    hx_free(a);
+}
+
 /* A state whose first pages are in another's file only is not worth that file. */
 static void test_disk_of_other(void **state)
 {
@@ -871,6 +908,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_restart),
         cmocka_unit_test(test_cancels),
         cmocka_unit_test(test_disk_budgets),
+        cmocka_unit_test(test_disk_too_large),
         cmocka_unit_test(test_disk_of_other),
         cmocka_unit_test(test_failing_memory),
         cmocka_unit_test(test_fit),

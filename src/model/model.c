@@ -257,7 +257,7 @@ static int read_config(hx_model *m, const char *dir, const hx_arch **arch, hx_er
     if (access(path, F_OK) != 0 && (errno == ENOENT || errno == ENOTDIR))
         return hx_fail(err, HX_EIO,
                        "%s: %s; a model is a folder with config.json, tokenizer.json and "
-                       "safetensors files",
+                       "safetensors files (hoist pull REPO DIR downloads one)",
                        dir,
                        access(dir, F_OK) != 0 ? "no such folder"
                        : errno == ENOTDIR     ? "is a file"

@@ -53,7 +53,7 @@ typedef struct {
     int32_t pend;    /* rows of the state that are pending */
     bool has_hidden; /* the last row after the last norm follows: logits can be had */
     bool hidden;     /* of a sequence that is only parked: matches nobody else's prompt */
-    bool no_file;    /* cannot be written: a page is only in a file of another branch */
+    bool no_file;    /* too large, or a page is only in a file of another branch */
     bool reading;    /* from its file */
     bool on_disk;    /* under name; covers the nodes whose file is this one */
     int32_t pin;     /* times pinned by requests */

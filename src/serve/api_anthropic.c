@@ -60,6 +60,8 @@ typedef struct {
     message *m;
     hx_call *c;
     hx_turns turns;
+    const hx_json *change[256]; /* [n_change] of tools, in the order of the messages */
+    size_t n_change;
     char at[96]; /* what is in hand: "messages[3].content[0]" */
 } reader;
 
@@ -212,7 +214,7 @@ static int read_block(reader *d, const hx_json *block, hx_sb *text)
     return 0;
 }
 
-/* A string or text blocks. */
+/* The content of the block at d->at: a string or text blocks. */
 static int read_text(reader *d, const hx_json *content, hx_sb *text)
 {
     char at[sizeof d->at];
@@ -223,10 +225,11 @@ static int read_text(reader *d, const hx_json *content, hx_sb *text)
         return 0;
     }
     if (hx_json_kind(content) != HX_JSON_ARRAY)
-        return refuse_at(d, "", content, HX_JSON_STRING, "a string or a list of blocks");
+        return refuse_at(d, ".content", content, HX_JSON_STRING,
+                         "a string or a list of blocks");
     memcpy(at, d->at, sizeof at);
     for (size_t i = 0; rc == 0 && i < hx_json_len(content); i++) {
-        snprintf(d->at, sizeof d->at, "%.40s[%zu]", at, i);
+        snprintf(d->at, sizeof d->at, "%.40s.content[%zu]", at, i);
         rc = read_block(d, hx_json_at(content, i), text);
     }
     memcpy(d->at, at, sizeof at);
@@ -294,6 +297,42 @@ static bool put_references(reader *d, hx_str id, const hx_json *content)
     return true;
 }
 
+/* What a change of tools is about: a definition, or a reference to one of the tools. */
+static const hx_json *changed_tool(const hx_json *block, bool *defined)
+{
+    const hx_json *tool = hx_json_get(block, "tool");
+
+    *defined = hx_str_is(type_of(tool), "tool_definition");
+    return *defined ? hx_json_get(tool, "definition") : tool;
+}
+
+/* A tool comes or goes amid the conversation; put_tools() reads what is noted here. */
+static int take_change(reader *d, const hx_json *block)
+{
+    bool defined;
+    const hx_json *tool = changed_tool(block, &defined);
+    const hx_str name = hx_json_str(hx_json_get(tool, "name"));
+
+    if (!defined && !hx_str_is(type_of(tool), "tool_reference"))
+        return 0; /* of tools that run on Anthropic's side */
+    if (name.n == 0)
+        return refuse_at(d, ".tool.name", hx_json_get(tool, "name"), HX_JSON_STRING,
+                         "a string that is not empty");
+    if (defined && hx_json_kind(hx_json_get(tool, "input_schema")) != HX_JSON_OBJECT)
+        return refuse_at(d, ".tool.definition.input_schema",
+                         hx_json_get(tool, "input_schema"), HX_JSON_OBJECT, "an object");
+    if (d->n_change == HX_LEN(d->change))
+        return bad(d, "", "more changes of tools than are kept in mind");
+    d->change[d->n_change++] = block;
+    return 0;
+}
+
+static bool is_change(const hx_json *block)
+{
+    return hx_str_is(type_of(block), "tool_addition") ||
+           hx_str_is(type_of(block), "tool_removal");
+}
+
 static int take_result(reader *d, const hx_json *block)
 {
     const hx_str id = hx_json_str(hx_json_get(block, "tool_use_id"));
@@ -317,25 +356,35 @@ static int take_user(reader *d, const char *role, const hx_json *content)
 {
     hx_sb text = { 0 };
     char at[sizeof d->at];
+    bool any = false; /* block that is no text */
     int rc = 0;
 
     if (hx_json_kind(content) == HX_JSON_STRING) {
         hx_turns_say(&d->turns, role, hx_json_str(content));
         return 0;
     }
+    if (hx_json_kind(content) != HX_JSON_ARRAY)
+        return refuse_at(d, ".content", content, HX_JSON_STRING,
+                         "a string or a list of blocks");
     memcpy(at, d->at, sizeof at);
     for (size_t i = 0; rc == 0 && i < hx_json_len(content); i++) {
         const hx_json *block = hx_json_at(content, i);
-        const bool result = hx_str_is(type_of(block), "tool_result");
+        const bool result = hx_str_is(type_of(block), "tool_result"),
+                   system = hx_str_is(type_of(block), "mid_conv_system"),
+                   change = is_change(block);
 
         snprintf(d->at, sizeof d->at, "%.40s.content[%zu]", at, i);
-        if (result && text.n > 0) {
+        if ((result || system) && text.n > 0) {
             hx_turns_say(&d->turns, role, (hx_str) { text.p, text.n });
             text.n = 0;
         }
-        rc = result ? take_result(d, block) : read_block(d, block, &text);
+        rc = result   ? take_result(d, block)
+             : system ? take_user(d, "system", hx_json_get(block, "content"))
+             : change ? take_change(d, block)
+                      : read_block(d, block, &text);
+        any = any || result || system || change;
     }
-    if (rc == 0 && (text.n > 0 || hx_json_len(content) == 0))
+    if (rc == 0 && (text.n > 0 || !any))
         hx_turns_say(&d->turns, role, (hx_str) { text.p, text.n });
     d->turns.b.bad = d->turns.b.bad || text.bad;
     hx_sb_free(&text);
@@ -420,11 +469,11 @@ static int take_message(reader *d, const hx_json *m, size_t i, bool last)
     if (!user && !system && !hx_str_is(role, "assistant"))
         return refuse_at(d, ".role", hx_json_get(m, "role"), HX_JSON_STRING,
                          "user, assistant or system");
+    if (user || system)
+        return take_user(d, user ? "user" : "system", content);
     if (hx_json_kind(content) != HX_JSON_STRING && hx_json_kind(content) != HX_JSON_ARRAY)
         return refuse_at(d, ".content", content, HX_JSON_STRING,
                          "a string or a list of blocks");
-    if (user || system)
-        return take_user(d, user ? "user" : "system", content);
     if (last)
         return bad(d, "",
                    "the last message is the assistant's; going on with an answer that "
@@ -439,11 +488,8 @@ static int take_messages(reader *d)
     int rc = 0;
 
     if (hx_json_kind(list) != HX_JSON_ARRAY || n == 0)
-        return hx_server_problem(
-            d->c, 400, "messages",
-            list == NULL ? "missing_required_parameter" : "invalid_type",
-            "messages: found %s, expected a list of at least one message",
-            list == NULL ? "nothing" : hx_json_kind_name(list));
+        return hx_params_refuse(d->c, "messages", list, HX_JSON_ARRAY,
+                                "a list of at least one message");
     for (size_t i = 0; rc == 0 && i < n; i++)
         rc = take_message(d, hx_json_at(list, i), i, i == n - 1);
     return rc;
@@ -451,8 +497,20 @@ static int take_messages(reader *d)
 
 /* ---- tools and switches ------------------------------------------------------------ */
 
-/* Tools of other types than one's own have no schema for the model. */
-static int put_tools(reader *d, const hx_json *tools)
+/* The last change of a tool, or NULL. */
+static const hx_json *last_change(const reader *d, hx_str name)
+{
+    bool defined;
+
+    for (size_t i = d->n_change; i-- > 0;)
+        if (hx_str_eq(
+                hx_json_str(hx_json_get(changed_tool(d->change[i], &defined), "name")),
+                name))
+            return d->change[i];
+    return NULL;
+}
+
+static void put_tool(reader *d, const hx_json *t, bool shown, size_t *n)
 {
     static const struct {
         const char *from, *to;
@@ -461,11 +519,32 @@ static int put_tools(reader *d, const hx_json *tools)
                     { "input_schema", "parameters" },
                     { "defer_loading", "defer_loading" } };
     hx_sb *b = &d->turns.b;
+    bool first = true;
+
+    hx_sb_str(b, (*n)++ > 0 ? "," : ",\"tools\":[");
+    hx_sb_str(b, "{\"type\":\"function\",\"function\":{");
+    for (size_t j = 0; j < HX_LEN(members) - shown; j++) {
+        const hx_json *v = hx_params_get(t, members[j].from);
+
+        if (v == NULL)
+            continue;
+        hx_sb_printf(b, first ? "\"%s\":" : ",\"%s\":", members[j].to);
+        hx_json_write(b, v);
+        first = false;
+    }
+    hx_sb_str(b, "}}");
+}
+
+/* Tools of other types than one's own have no schema for the model. All stand at the head of
+ * the prompt, as the messages leave them. */
+static int put_tools(reader *d, const hx_json *tools)
+{
+    bool defined = false;
     size_t n = 0;
 
     for (size_t i = 0; i < hx_json_len(tools); i++) {
-        const hx_json *t = hx_json_at(tools, i), *type = hx_params_get(t, "type");
-        bool first = true;
+        const hx_json *t = hx_json_at(tools, i), *type = hx_params_get(t, "type"),
+                      *change;
 
         if (type != NULL && !hx_str_is(hx_json_str(type), "custom"))
             continue;
@@ -476,21 +555,21 @@ static int put_tools(reader *d, const hx_json *tools)
         if (hx_json_kind(hx_json_get(t, "input_schema")) != HX_JSON_OBJECT)
             return refuse_at(d, ".input_schema", hx_json_get(t, "input_schema"),
                              HX_JSON_OBJECT, "an object");
-        hx_sb_str(b, n++ > 0 ? "," : ",\"tools\":[");
-        hx_sb_str(b, "{\"type\":\"function\",\"function\":{");
-        for (size_t j = 0; j < HX_LEN(members); j++) {
-            const hx_json *v = hx_params_get(t, members[j].from);
+        change = last_change(d, hx_json_str(hx_json_get(t, "name")));
+        if (change != NULL)
+            changed_tool(change, &defined);
+        if (change == NULL || (!defined && hx_str_is(type_of(change), "tool_addition")))
+            put_tool(d, t, change != NULL, &n);
+    }
+    for (size_t i = 0; i < d->n_change; i++) {
+        const hx_json *t = changed_tool(d->change[i], &defined);
 
-            if (v == NULL)
-                continue;
-            hx_sb_printf(b, first ? "\"%s\":" : ",\"%s\":", members[j].to);
-            hx_json_write(b, v);
-            first = false;
-        }
-        hx_sb_str(b, "}}");
+        if (defined && hx_str_is(type_of(d->change[i]), "tool_addition") &&
+            last_change(d, hx_json_str(hx_json_get(t, "name"))) == d->change[i])
+            put_tool(d, t, true, &n);
     }
     if (n > 0)
-        hx_sb_char(b, ']');
+        hx_sb_char(&d->turns.b, ']');
     return 0;
 }
 

@@ -148,13 +148,14 @@ static int take_message(reader *d, const hx_json *item)
     return rc;
 }
 
-/* Two names as the model knows them: as one. */
+/* Two names as the model knows them: as one. "functions" is where those without a namespace
+ * are. */
 static hx_str join_names(hx_call *c, hx_str space, hx_str name)
 {
     hx_sb b = { 0 };
     hx_str all;
 
-    if (space.n == 0)
+    if (space.n == 0 || hx_str_is(space, "functions"))
         return name;
     hx_sb_add(&b, space.p, space.n);
     hx_sb_str(&b, "__");
@@ -551,25 +552,44 @@ static int take_tool(reader *d, const hx_json *tool, hx_str space)
     return t.custom || space.n > 0 ? note_tool(d, &t) : 0;
 }
 
-static int take_tools(reader *d, const hx_json *tools)
+/* A list of tools; field names it. */
+static int take_tool_list(reader *d, const char *field, const hx_json *tools)
 {
     int rc = 0;
 
     if (tools != NULL && hx_json_kind(tools) != HX_JSON_ARRAY)
-        return hx_server_problem(d->c, 400, "tools", "invalid_type",
-                                 "tools: found %s, expected a list",
+        return hx_server_problem(d->c, 400, field, "invalid_type",
+                                 "%s: found %s, expected a list", field,
                                  hx_json_kind_name(tools));
     for (size_t i = 0; rc == 0 && i < hx_json_len(tools); i++) {
         const hx_json *t = hx_json_at(tools, i), *inner = hx_json_get(t, "tools");
         const bool space = hx_str_is(hx_json_str(hx_json_get(t, "type")), "namespace");
 
-        snprintf(d->at, sizeof d->at, "tools[%zu]", i);
+        snprintf(d->at, sizeof d->at, "%s[%zu]", field, i);
         if (!space)
             rc = take_tool(d, t, (hx_str) { NULL, 0 });
         for (size_t j = 0; space && rc == 0 && j < hx_json_len(inner); j++) {
-            snprintf(d->at, sizeof d->at, "tools[%zu].tools[%zu]", i, j);
+            snprintf(d->at, sizeof d->at, "%s[%zu].tools[%zu]", field, i, j);
             rc = take_tool(d, hx_json_at(inner, j), hx_json_str(hx_json_get(t, "name")));
         }
+    }
+    return rc;
+}
+
+/* Codex sends its tools as an item of the input. */
+static int take_tools(reader *d, const hx_json *tools)
+{
+    const hx_json *input = hx_params_get(d->c->body, "input");
+    const bool items = hx_json_kind(input) == HX_JSON_ARRAY;
+    int rc = take_tool_list(d, "tools", tools);
+
+    for (size_t i = 0; items && rc == 0 && i < hx_json_len(input); i++) {
+        const hx_json *item = hx_json_at(input, i);
+        char field[40];
+
+        snprintf(field, sizeof field, "input[%zu].tools", i);
+        if (hx_str_is(hx_json_str(hx_json_get(item, "type")), "additional_tools"))
+            rc = take_tool_list(d, field, hx_params_get(item, "tools"));
     }
     if (d->n_tool > 0)
         hx_sb_char(&d->turns.b, ']');

@@ -217,8 +217,12 @@ static void test_input(void **state)
     check_renderings("/v1/responses", "output.0.content.0.text", cases, HX_LEN(cases));
 }
 
-#define MSG(s)   "{\"max_tokens\":999,\"messages\":[" s "]}"
-#define A_ECHO   "user:[[$prompt]];<think></think>"
+#define MSG(s) "{\"max_tokens\":999,\"messages\":[" s "]}"
+#define A_ECHO "user:[[$prompt]];<think></think>"
+#define ADD_H                                                                            \
+    "{\"type\":\"tool_addition\",\"tool\":{\"type\":\"tool_definition\",\"definition\":" \
+    "{"                                                                                  \
+    "\"name\":\"h\",\"input_schema\":{}}}}"
 #define A_USER   "{\"role\":\"user\",\"content\":\"[[$prompt]]\"}"
 #define TEXT_(s) "{\"type\":\"text\",\"text\":\"" s "\"}"
 
@@ -254,6 +258,10 @@ static void test_messages_in(void **state)
           "user:x;assistant:(T)y!{\"name\":\"f\",\"arguments\":{\"a\":[1]}}!{\"name\":"
           "\"g\",\"arguments\":{}};tool:o;tool:p\nq;tool:;" A_ECHO },
         { MSG("{\"role\":\"system\",\"content\":\"S\"}," A_USER), "system:S;" A_ECHO },
+        { MSG("{\"role\":\"user\",\"content\":[" TEXT_(
+              "x") ",{\"type\":\"mid_conv_system\","
+                   "\"content\":[" TEXT_("S") "]}," TEXT_("[[$prompt]]") "]}"),
+          "user:x;system:S;" A_ECHO },
         { MSG("{\"role\":\"user\",\"content\":[{\"type\":\"document\",\"source\":{"
               "\"type\":\"text\",\"media_type\":\"text/plain\",\"data\":\"D\"}}," TEXT_(
                   "[[$prompt]]") "]}"),
@@ -261,6 +269,18 @@ static void test_messages_in(void **state)
         { "{\"output_config\":{\"effort\":\"low\"},\"messages\":[" A_USER "]}",
           "[effort=low]" A_ECHO },
         { "{\"thinking\":{\"type\":\"disabled\"},\"messages\":[" A_USER "]}", A_ECHO },
+        { "{\"tools\":[{\"name\":\"f\",\"input_schema\":{}},{\"name\":\"g\",\"input_"
+          "schema\":{},"
+          "\"defer_loading\":true},{\"name\":\"h\",\"input_schema\":{}}],\"messages\":[{"
+          "\"role\":"
+          "\"system\",\"content\":[" ADD_H "," ADD_H
+          ",{\"type\":\"tool_removal\",\"tool\":{\"type\":"
+          "\"tool_reference\",\"name\":\"f\"}},{\"type\":\"tool_addition\",\"tool\":{"
+          "\"type\":"
+          "\"tool_reference\",\"name\":\"g\"}},{\"type\":\"tool_addition\",\"tool\":{"
+          "\"type\":"
+          "\"mcp_toolset_reference\",\"server_name\":\"x\"}}]}," A_USER "]}",
+          "[tools=2]" A_ECHO },
         { "{\"tools\":[{\"type\":\"custom\",\"name\":\"f\",\"input_schema\":{}},{"
           "\"type\":\"web_search_20250305\",\"name\":\"web_search\"}],\"messages\":"
           "[" A_USER "]}",
@@ -385,6 +405,7 @@ static const refusal responses_refused[] = {
 
 static const refusal messages_refused[] = {
     { "/messages", "{}", 400, "messages: found nothing" },
+    { "/messages", "{\"messages\":[]}", 400, "messages: found an empty list" },
     { "/messages", "{\"messages\":[", 400, "request body: " },
     { "/messages", MSG("{\"role\":\"tool\",\"content\":\"x\"}"), 400,
       "messages[0].role: " },
@@ -394,7 +415,16 @@ static const refusal messages_refused[] = {
     { "/messages",
       MSG("{\"role\":\"user\",\"content\":[{\"type\":\"tool_result\",\"content\":[{"
           "\"type\":\"image\"}]}]}"),
-      400, "messages[0].content[0][0]: blocks of type \"image\" are" },
+      400, "messages[0].content[0].content[0]: blocks of type \"image\" are" },
+    { "/messages",
+      MSG("{\"role\":\"system\",\"content\":[{\"type\":\"tool_addition\",\"tool\":{"
+          "\"type\":"
+          "\"tool_definition\",\"definition\":{\"name\":\"h\"}}}]}"),
+      400, "messages[0].content[0].tool.definition.input_schema: found nothing" },
+    { "/messages",
+      MSG("{\"role\":\"user\",\"content\":[{\"type\":\"mid_conv_system\",\"content\":{}}]"
+          "}"),
+      400, "messages[0].content[0].content: found object" },
     { "/messages", MSG("{\"role\":\"user\",\"content\":[\"x\"]}"), 400,
       "messages[0].content[0]: found string, expected a block" },
     { "/messages",
@@ -859,6 +889,51 @@ static void test_namespace(void **state)
     stop(f);
 }
 
+/* Tools that come as an item of the input, in the namespace of those that have none. */
+static void test_additional_tools(void **state)
+{
+    static const char item[] =
+        "{\"type\":\"additional_tools\",\"role\":\"developer\",\"tools\":[{\"type\":"
+        "\"namespace\",\"name\":\"functions\",\"tools\":[{\"type\":\"function\",\"name\":"
+        "\"now\",\"parameters\":{}},{\"type\":\"custom\",\"name\":\"exec\"}]}]},";
+    fixture *f = start(&quick, 4, 16, 8192);
+    hx_sb b = { 0 };
+    response *r;
+
+    (void)state;
+    hx_sb_printf(
+        &b,
+        "{\"input\":[%s{\"role\":\"user\",\"content\":"
+        "\"[[</think>|<tool_call>|exec|<arg_key>|input|</arg_key>|<arg_value>|ls|"
+        "</arg_value>|</tool_call>|" NOW "]]\"}]}",
+        item);
+    r = post(f, "/v1/responses", b.p);
+    assert_str(r->json, "output.0.type", "custom_tool_call");
+    assert_str(r->json, "output.0.name", "exec");
+    assert_str(r->json, "output.0.namespace", "functions");
+    assert_str(r->json, "output.0.input", "ls");
+    assert_str(r->json, "output.1.type", "function_call");
+    assert_str(r->json, "output.1.name", "now");
+    done(r);
+    b.n = 0;
+    hx_sb_printf(&b,
+                 "{\"input\":[%s{\"type\":\"function_call\",\"call_id\":\"1\",\"name\":"
+                 "\"now\",\"namespace\":\"functions\",\"arguments\":\"{}\"}," USER "]}",
+                 item);
+    r = post(f, "/v1/responses", b.p);
+    assert_non_null(strstr(str_at(r->json, "output.0.content.0.text"),
+                           "assistant:!{\"name\":\"now\",\"arguments\":{}};"));
+    done(r);
+    hx_sb_free(&b);
+    r = post(
+        f, "/v1/responses",
+        IN("{\"type\":\"additional_tools\",\"tools\":[{\"type\":\"custom\"}]}," USER));
+    assert_int_equal(r->status, 400);
+    assert_str(r->json, "error.param", "input[0].tools[0].name");
+    done(r);
+    stop(f);
+}
+
 /* All three dialects say the same of one answer. */
 static void test_same_as_chat(void **state)
 {
@@ -1052,6 +1127,10 @@ static void test_counts(void **state)
     response *r;
 
     (void)state;
+    r = post(f, "/v1/messages/count_tokens",
+             MSG("{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"\"}]}"));
+    assert_int_equal(r->status, 200); /* an empty message is one */
+    done(r);
     r = post(f, "/v1/messages/count_tokens", MSG(A_USER));
     assert_num(r->json, "input_tokens", strlen("user:[[$prompt]];") + 2);
     done(r);
@@ -1125,6 +1204,7 @@ int main(void)
         cmocka_unit_test(test_same_as_chat),
         cmocka_unit_test(test_custom_tool),
         cmocka_unit_test(test_namespace),
+        cmocka_unit_test(test_additional_tools),
         cmocka_unit_test(test_engine_error),
         cmocka_unit_test(test_gone),
         cmocka_unit_test(test_cancel),

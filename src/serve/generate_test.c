@@ -66,6 +66,15 @@ static void test_tool_choice(void **state)
           "kind=3 after=257 at=0 lazy=0 again=0 think=257/0 bias=0 b+", NULL },
         { ",\"structured_outputs\":{\"choice\":[\"x\"]}", "bias=0 [\"x\"]", NULL },
         { ",\"structured_outputs\":{\"json_object\":true}", "kind=1", NULL },
+        { ",\"response_format\":{\"type\":\"json_object\"}", "kind=1", NULL },
+        { ",\"response_format\":{\"type\":\"json_object\",\"schema\":{\"type\":\"null\"}"
+          "}",
+          "bias=0 {\"type\":\"null\"}", NULL },
+        { ",\"response_format\":{\"type\":\"json_schema\",\"schema\":{\"type\":\"null\"}"
+          "}",
+          "bias=0 {\"type\":\"null\"}", NULL },
+        { ",\"response_format\":{\"type\":\"json_object\",\"schema\":7}", NULL,
+          "response_format.json_schema.schema" },
         { ",\"grammar\":\"root ::= \\\"a\\\"\"", "kind=4", NULL },
         { ",\"json_schema\":{\"type\":\"null\"}", "bias=0 {\"type\":\"null\"}", NULL },
         { ",\"ebnf\":\"root ::= \\\"a\\\"\",\"regex\":\"a\"", NULL, "ebnf" },

@@ -22,6 +22,7 @@
 
 #include <linux/sockios.h>
 #include <sys/ioctl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/un.h>
 #include <uv.h>
@@ -34,9 +35,10 @@
 #define SLICE_BYTES   65536   /* of one that waits for the client */
 #define AHEAD_BYTES   65536   /* read past a request in work; then reading does stop */
 #define SPARE_PLACES                                                                     \
-    64            /* above the limit, to hear a 503; others, and those who
+    64                /* above the limit, to hear a 503; others, and those who
                                * would have to shake hands first, are closed */
-#define BODIES 16 /* times max_body_bytes: memory of all bodies together */
+#define BODIES     16 /* times max_body_bytes: memory of all bodies together */
+#define FILES_KEPT 64 /* for the rest of the program: models, kept states, logs */
 
 typedef enum {
     IDLE,    /* between requests: no reader, no buffers */
@@ -580,9 +582,17 @@ static void receive_tls(conn *c, const char *p, size_t n)
 {
     hx_http *h = c->h;
     const bool was_ready = hx_tls_ready(c->tls);
+    int rc;
 
     h->plain.n = 0;
-    if (hx_tls_read(c->tls, (hx_str) { p, n }, &h->plain) != 0) {
+    rc = hx_tls_read(c->tls, (hx_str) { p, n }, &h->plain);
+    if (rc == HX_EFORMAT) {
+        hx_tls_free(c->tls);
+        c->tls = NULL;
+        respond(c, 400, "this port speaks TLS; ask with https://");
+        return;
+    }
+    if (rc != 0) {
         say_goodbye(c);
         conn_drop(c);
         return;
@@ -1006,6 +1016,28 @@ static void set_defaults(hx_http_opt *o)
 #undef DEFAULT
 }
 
+/* Shells allow 1,024 open files where the system would allow more, and who comes when none
+ * is left cannot even be told why. */
+static void fit_connections(hx_http *h)
+{
+    const rlim_t want = (rlim_t)h->opt.max_connections + SPARE_PLACES + FILES_KEPT;
+    struct rlimit files;
+
+    if (getrlimit(RLIMIT_NOFILE, &files) != 0 || files.rlim_cur >= want)
+        return;
+    files.rlim_cur = HX_MIN(want, files.rlim_max);
+    setrlimit(RLIMIT_NOFILE, &files);
+    if (getrlimit(RLIMIT_NOFILE, &files) != 0 || files.rlim_cur >= want)
+        return;
+    h->opt.max_connections = files.rlim_cur > 2 * (SPARE_PLACES + FILES_KEPT)
+                                 ? (int)files.rlim_cur - SPARE_PLACES - FILES_KEPT
+                                 : HX_MAX(1, (int)files.rlim_cur / 2);
+    hx_log(HX_LOG_WARN,
+           "%llu open files are allowed: at most %d connections; raise "
+           "ulimit -n",
+           (unsigned long long)files.rlim_cur, h->opt.max_connections);
+}
+
 /* An address, with or without the brackets of a URL, or "localhost". */
 static int parse_address(const hx_http_opt *o, struct sockaddr_storage *out, hx_err *err)
 {
@@ -1119,6 +1151,7 @@ int hx_http_open(hx_http **out, const hx_http_opt *opt, hx_http_fn *fn, void *ud
         return hx_fail(err, HX_ENOMEM, "http: no memory for the server");
     h->opt = *opt;
     set_defaults(&h->opt);
+    fit_connections(h);
     h->fn = fn;
     h->ud = ud;
     atomic_store(&h->stop_ms, -1);

@@ -85,8 +85,8 @@ void hx_tls_close(hx_tls *t);
 hx_tls_conn *hx_tls_accept(hx_tls *t); /* NULL: no memory */
 void hx_tls_free(hx_tls_conn *c);
 bool hx_tls_ready(const hx_tls_conn *c); /* the handshake is over */
-/* Takes what came from the socket, appends what it says. HX_EIO: it is no TLS, or broken;
- * what hx_tls_take() gives may still be sent. */
+/* Takes what came from the socket, appends what it says. HX_EFORMAT: it is plain HTTP;
+ * HX_EIO: it is no TLS, or broken; what hx_tls_take() gives may still be sent. */
 int hx_tls_read(hx_tls_conn *c, hx_str bytes, hx_sb *plain);
 int hx_tls_write(hx_tls_conn *c, hx_str plain); /* once ready */
 void hx_tls_take(hx_tls_conn *c, hx_sb *out);   /* appends what is to be sent */

@@ -127,6 +127,7 @@ int hx_tls_read(hx_tls_conn *c, hx_str bytes, hx_sb *plain)
 {
     char piece[PIECE_BYTES];
     int n, why;
+    bool is_http;
 
     ERR_clear_error();
     if (BIO_write(c->in, bytes.p, (int)bytes.n) != (int)bytes.n)
@@ -134,9 +135,12 @@ int hx_tls_read(hx_tls_conn *c, hx_str bytes, hx_sb *plain)
     while ((n = SSL_read(c->ssl, piece, sizeof piece)) > 0)
         hx_sb_add(plain, piece, (size_t)n);
     why = SSL_get_error(c->ssl, n);
+    is_http = ERR_GET_REASON(ERR_peek_error()) == SSL_R_HTTP_REQUEST;
     ERR_clear_error();
     if (plain->bad)
         return HX_ENOMEM;
+    if (is_http)
+        return HX_EFORMAT;
     return why == SSL_ERROR_WANT_READ || why == SSL_ERROR_ZERO_RETURN ? 0 : HX_EIO;
 }
 

@@ -338,15 +338,17 @@ static int read_response_format(hx_call *c, hx_generate *g)
     const hx_str type = hx_json_str(hx_params_get(format, "type"));
     const hx_json *schema = hx_params_get(hx_params_get(format, "json_schema"), "schema");
 
+    if (schema == NULL) /* llama.cpp and others have it beside the type */
+        schema = hx_params_get(format, "schema");
     if (format == NULL)
         return 0;
     if (hx_json_kind(format) != HX_JSON_OBJECT)
         return wrong_type(c, "response_format", "an object", format);
     if (hx_str_is(type, "text"))
         return 0;
-    if (hx_str_is(type, "json_object"))
+    if (hx_str_is(type, "json_object") && schema == NULL)
         return hx_params_grammar(c, g, HX_GRAMMAR_JSON, "response_format", NULL);
-    if (!hx_str_is(type, "json_schema"))
+    if (!hx_str_is(type, "json_object") && !hx_str_is(type, "json_schema"))
         return hx_params_refuse(c, "response_format.type", hx_params_get(format, "type"),
                                 HX_JSON_STRING,
                                 "\"text\", \"json_object\" or \"json_schema\"");
@@ -456,16 +458,24 @@ static int read_stream(hx_call *c, hx_generate *g)
 /* thinking and reasoning are objects of some APIs and switches of others. */
 static int read_switch(hx_call *c, hx_generate *g, const char *name)
 {
-    const hx_json *j = hx_params_get(c->body, name);
+    static const char *const types[] = { "disabled", "enabled", "adaptive", "auto" };
+    const hx_json *j = hx_params_get(c->body, name), *type = hx_params_get(j, "type");
     bool on = true;
+    size_t i = 0;
     int rc = 0;
 
     if (hx_json_kind(j) == HX_JSON_BOOL)
         on = hx_json_bool(j, true);
     else if (hx_json_kind(j) == HX_JSON_OBJECT)
         rc = hx_params_bool(c, j, "enabled", &on);
-    g->no_thinking = g->no_thinking || !on ||
-                     hx_str_is(hx_json_str(hx_params_get(j, "type")), "disabled");
+    else if (j != NULL)
+        rc = wrong_type(c, name, "an object, true or false", j);
+    while (type != NULL && i < HX_LEN(types) && !hx_str_is(hx_json_str(type), types[i]))
+        i++;
+    if (rc == 0 && i == HX_LEN(types))
+        rc = hx_params_refuse(c, "thinking.type", type, HX_JSON_STRING,
+                              "disabled, enabled, adaptive or auto");
+    g->no_thinking = g->no_thinking || !on || (type != NULL && i == 0);
     return rc;
 }
 

@@ -21,8 +21,7 @@ int hx_prompts_tokenize(hx_call *c, const char *param, hx_str text, hx_prompt *o
         out->id = id;
         out->n = hx_tokenize(c->engine, text, true, id, cap);
         if (out->n < 0)
-            return hx_server_problem(c, 400, param, "invalid_value", "%s: %s", param,
-                                     hx_strerror((int)out->n));
+            return hx_server_untokenized(c, param, (int)out->n);
         had = cap;
         cap = HX_MIN(out->n, c->info->ctx_tokens);
     } while (cap > had);
@@ -34,9 +33,8 @@ static int decode_ids(hx_call *c, const char *param, const hx_prompt *p, hx_str 
     const int64_t n = hx_detokenize(c->engine, p->id, p->n, NULL, 0);
     char *text = n >= 0 ? hx_arena_alloc(&c->arena, (size_t)n + 1) : NULL;
 
-    if (text == NULL)
+    if (text == NULL || hx_detokenize(c->engine, p->id, p->n, text, n) < 0)
         return hx_server_too_large(c, param);
-    hx_detokenize(c->engine, p->id, p->n, text, n);
     *out = (hx_str) { text, (size_t)n };
     return 0;
 }

@@ -212,6 +212,8 @@ int hx_server_problem(hx_call *c, int status, const char *param, const char *cod
                       const char *fmt, ...) HX_PRINTF(5, 6);
 /* The same from an engine's or parser's error. */
 int hx_server_problem_err(hx_call *c, int rc, const char *param, const hx_err *err);
+/* The same of what hx_tokenize() answered for the text in param. */
+int hx_server_untokenized(hx_call *c, const char *param, int rc);
 int hx_server_no_memory(hx_call *c);                    /* 503 */
 int hx_server_too_large(hx_call *c, const char *param); /* 413: param does not fit */
 /* {"error": {…}} as OpenAI shapes it; status < 0: none known, an error of ours. */

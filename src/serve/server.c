@@ -109,6 +109,14 @@ int hx_server_no_memory(hx_call *c)
     return hx_server_problem(c, 503, NULL, "out_of_memory", "request: no memory");
 }
 
+int hx_server_untokenized(hx_call *c, const char *param, int rc)
+{
+    hx_err err = { 0 };
+
+    hx_fail(&err, rc, "%s: %s", param, hx_strerror(rc));
+    return hx_server_problem_err(c, rc, param, &err);
+}
+
 int hx_server_too_large(hx_call *c, const char *param)
 {
     return hx_server_problem(c, 413, param, "request_too_large",
@@ -416,7 +424,7 @@ static int tokenize(hx_call *c)
     static const char *const names[] = { "content", "prompt", "text" };
     bool special = true;
     hx_str text = { 0 };
-    int32_t *id;
+    int32_t *id = NULL;
     int64_t n;
     int rc;
 
@@ -430,15 +438,15 @@ static int tokenize(hx_call *c)
                                  "content: missing; a string to tokenize, or messages");
     if ((rc = hx_params_bool(c, c->body, "parse_special", &special)) != 0)
         return rc;
-    if ((n = hx_tokenize(c->engine, text, special, NULL, 0)) < 0)
-        return hx_server_problem(c, 400, "content", "invalid_value", "content: %s",
-                                 hx_strerror((int)n));
-    if ((id = hx_arena_alloc(&c->arena, (size_t)HX_MAX(n, 1) * sizeof *id)) == NULL)
+    n = hx_tokenize(c->engine, text, special, NULL, 0);
+    if (n >= 0 &&
+        (id = hx_arena_alloc(&c->arena, (size_t)HX_MAX(n, 1) * sizeof *id)) == NULL)
         return hx_server_problem(c, 413, "content", "request_too_large",
                                  "content: %zu bytes are too many to tokenize at once",
                                  text.n);
-    hx_tokenize(c->engine, text, special, id, n);
-    return write_tokens(c, id, n);
+    if (n >= 0)
+        n = hx_tokenize(c->engine, text, special, id, n);
+    return n < 0 ? hx_server_untokenized(c, "content", (int)n) : write_tokens(c, id, n);
 }
 
 static int detokenize(hx_call *c)
