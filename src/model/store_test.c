@@ -278,6 +278,49 @@ static void test_large(void **state)
     model = MODEL;
 }
 
+/* Resident bytes of the checkpoint's mapping. */
+static size_t mapped_bytes(void)
+{
+    FILE *f = fopen("/proc/self/smaps", "r");
+    char line[512];
+    size_t kb = 0, n;
+    bool in = false;
+
+    assert_non_null(f);
+    while (fgets(line, sizeof line, f) != NULL) {
+        if (strchr(line, '-') != NULL && strchr(line, '-') < line + 17)
+            in = strstr(line, MODEL "/model.safetensors") != NULL;
+        if (in && sscanf(line, "Rss: %zu", &n) == 1)
+            kb += n;
+    }
+    fclose(f);
+    return kb << 10;
+}
+
+/* There is one copy of an expert: the checkpoint's is given back (here but for pages that it
+ * shares with what lies beside it, for these matrices are of a few pages). */
+static void test_one_copy(void **state)
+{
+    hx_engine *e;
+    hx_experts x;
+
+    (void)state;
+    if (device != NULL) /* which would have all of them */
+        return;
+    e = open_with(&(hx_options) { 0 });
+    const size_t before = mapped_bytes();
+    hx_close(e);
+    e = open_with(&(hx_options) { .vram_bytes = 1, .mode = "gpu-only" });
+    hx_get_experts(e, &x);
+    const size_t after = mapped_bytes(), moved = (size_t)x.n_expert * x.expert_bytes;
+    hx_close(e);
+    print_message("           %zu KB of the file in memory, with a copy of %zu KB of it "
+                  "%zu\n",
+                  before >> 10, moved >> 10, after >> 10);
+    assert_true(before > moved);
+    assert_true(after < before - moved / 2);
+}
+
 /* Wishes that cannot be met are refused with both numbers. */
 static void test_refusals(void **state)
 {
@@ -412,6 +455,7 @@ int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_tiers),
+        cmocka_unit_test(test_one_copy),
         cmocka_unit_test(test_refusals),
         cmocka_unit_test(test_deadline),
     };
