@@ -140,7 +140,7 @@ typedef struct {
 /* Scrapers read the same numbers. */
 static void check_metrics(hx_engine *e)
 {
-    static char text[1 << 16];
+    static char text[1 << 20];
     hx_experts x, after;
 
     do { /* the last step may just be over */
