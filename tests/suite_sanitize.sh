@@ -29,6 +29,6 @@ run() {          # SAN, folder, tests…: NAME, or NAME:PATTERN for some of its 
 
 run address,undefined gcc-address-undefined base_test json_test token_test jinja_test reply_test weights_test \
     http_test server_test generate_test ops_args_test fmt_test grammar_test grammar_tools_test calls_test \
-    'grammars_test:test_s*' sched_test 'health_test:test_b*' 'health_test:test_c*' health_test:test_record \
+    'grammars_test:test_s*' sched_test 'health_test:test_b*' 'health_test:test_c*' health_test:test_lost health_test:test_record \
     'engine_test:test_c*' 'engine_test:test_s?o*' engine_test:test_grammar
 run thread gcc-thread base_test http_test server_test generate_test engine_test:test_cancel health_test:test_stall 'health_test:test_b*'
