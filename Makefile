@@ -3,6 +3,7 @@
 #   make            the program, build/hoist
 #   make serve      serve the bundled demo model on 127.0.0.1:30000
 #   make test       all tests that need no GPU      SAN=address,undefined | SAN=thread
+#   make test-gpu   those that need one
 #   make scorecard  docs/scorecard.md: what passes, per dialect and feature
 #   make check      layers, sizes, banned functions, formatting
 #   make portable   build/hoist-portable: libraries linked in, for any x86-64 glibc >= 2.36
@@ -41,9 +42,10 @@ ifeq ($(origin NVCC),undefined)
 NVCC    := $(firstword $(shell command -v nvcc 2>/dev/null) $(wildcard /usr/local/cuda/bin/nvcc))
 endif
 CUDA    ?= $(if $(and $(NVCC),$(wildcard /dev/nvidiactl)),$(if $(SAN),0,1),0)
-HERE    := $(if $(filter 1,$(CUDA)),$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
-             sed -n 's/^\([0-9]*\)\.\([0-9]\)$$/\1\2/; s/^\(9\|1.\)[0-9]$$/&a/; s/^[0-9a]*$$/sm_&/p' | sort -u))
-ARCH    := $(if $(PORTABLE),sm_80 sm_86 sm_89 sm_90a sm_120a,$(or $(HERE),sm_90a))
+ALL_ARCH := sm_80 sm_86 sm_89 sm_90a sm_120a sm_121a
+HERE    := $(if $(wildcard /dev/nvidiactl),$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
+             sort -u | sed -n 's/^\([0-9]*\)\.\([0-9]\)$$/sm_\1\2/p' | sed 's/^sm_\(9\|1[0-9]\).$$/&a/'))
+ARCH    := $(if $(PORTABLE),$(ALL_ARCH),$(or $(HERE),sm_90a))
 NVFLAGS := -std=c++17 -O3 --fmad=false -Iinclude -Isrc -Xcompiler -Wall \
            -gencode arch=compute_80,code=compute_80 \
            $(foreach a,$(ARCH),-gencode arch=$(a:sm_%=compute_%),code=$(a))
@@ -71,7 +73,7 @@ TESTBIN := $(patsubst %.c,$(BUILD)/test/%,$(notdir $(TESTS)))
 
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: all serve deps deps-test test test-gpu test-unit test-ops test-tiny test-run check scorecard soak portable fuzz bench \
+.PHONY: all serve deps deps-test test test-gpu cuda-all test-unit test-ops test-tiny test-run check scorecard soak portable fuzz bench \
         man install clean format
 
 all: $(BUILD)/hoist
@@ -180,12 +182,15 @@ SOAK_SECONDS ?= 3600
 soak: all
 	@tests/suite_serving.sh $(BUILD) $(SOAK_SECONDS)
 
-# Kernels by themselves; then where experts lie and run, through the engine.
-test-gpu:
-	@tests/gpu.sh
-	@$(MAKE) --no-print-directory CUDA=1 $(BUILD)/test/store_test $(BUILD)/test/lend_test
-	$(BUILD)/test/store_test --gpu
-	$(BUILD)/test/lend_test --gpu
+# Everything that needs a GPU: kernels by themselves, then through the engine.
+GPU_TESTS := ops_test model_test store_test lend_test health_test
+test-gpu: deps-test
+	@$(MAKE) --no-print-directory CUDA=1 $(GPU_TESTS:%=$(BUILD)/test/%)
+	@ARCH="$(foreach a,$(ARCH),-gencode arch=$(a:sm_%=compute_%),code=$(a))" tests/gpu_all.sh $(BUILD)
+
+# The GPU code for every GPU that it runs on.
+cuda-all:
+	@$(MAKE) --no-print-directory CUDA=1 PORTABLE=-portable $(patsubst src/%.cu,obj/gcc-portable/src/%.cu.o,$(wildcard src/*/*.cu))
 
 check:
 	@tools/check.sh

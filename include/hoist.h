@@ -32,7 +32,8 @@ extern "C" {
     X(ELIMIT, -6, "limit exceeded")                                                      \
     X(EUNSUP, -7, "not supported")                                                       \
     X(ECANCEL, -8, "cancelled")                                                          \
-    X(EBUSY, -9, "busy")
+    X(EBUSY, -9, "busy")                                                                 \
+    X(ELOST, -10, "device lost: only a new process can go on")
 
 enum {
     HX_OK = 0,
@@ -86,7 +87,7 @@ typedef struct {
     const char *mode; /* NULL or "auto": every lane; "gpu-only": no expert on the CPU */
     uint64_t vram_bytes; /* GPU memory to use; 0: what is free. On the device cpu: an
                           * arena that stands for it, to see what a GPU would do */
-    uint64_t ram_bytes;  /* host memory that experts may take; 0: what this process may */
+    uint64_t ram_bytes;  /* host memory that experts may take; 0: what is left */
     float expert_us[5];  /* instead of measured costs, where the first is not 0: an expert
                           * in GPU memory, over the link, on the CPU, there each row more
                           * (0 us on the CPU: none there), and the post to it */
@@ -94,7 +95,8 @@ typedef struct {
     /* kept prefixes */
     hx_prefix prefix;
     uint64_t park_ram_bytes;  /* states of idle conversations; 0: an eighth of the memory
-                               * this process may use, at most 16 GiB */
+                               * this process may use, at most 16 GiB and half of what
+                               * weights leave free */
     const char *park_dir;     /* NULL: none go to disk */
     uint64_t park_disk_bytes; /* most that park_dir holds; 0: 32 GiB */
     uint64_t park_day_bytes;  /* most written to it in 24 hours; 0: eight times that */
@@ -277,6 +279,13 @@ typedef struct {
     int64_t queued_us, started_us, first_us, done_us;
 } hx_times;
 
+/* Experts of a request's decode steps, those of others in the same steps among them, as in
+ * hx_experts; zeros where none can be missing. */
+typedef struct {
+    int64_t here, link, lane, ahead;
+    int64_t wait_us;
+} hx_expert_use;
+
 /* Pointers are valid until the next call on the stream. */
 typedef struct {
     hx_event_kind kind;
@@ -297,6 +306,7 @@ typedef struct {
     int64_t miss_pos; /* first token that could not be had, by miss */
     hx_miss miss;
     hx_times times;
+    hx_expert_use experts;
     hx_err err; /* when ERROR */
 } hx_event;
 
@@ -372,7 +382,8 @@ typedef struct {
     int64_t preempted; /* times that a running request gave its memory back */
     int64_t wait_ms;   /* that one more request would wait, from measured times */
     double prefill_rate, decode_rate; /* tokens per second of work on them; 0: unknown */
-    /* NULL, or why answers cannot be had or trusted: "stalled", "memory", "canary" */
+    /* NULL, or why answers cannot be had or trusted: "stalled", "memory", "canary", or for
+     * good: "device" */
     const char *fault;
     char fault_text[256]; /* a sentence, while fault is set */
 } hx_status;

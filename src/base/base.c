@@ -245,6 +245,19 @@ void hx_unmap(void *p, size_t bytes)
     count_live(-1);
 }
 
+void hx_map_drop(const void *p, size_t bytes, bool evict)
+{
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE),
+                    from = ((uintptr_t)p + page - 1) / page * page,
+                    to = ((uintptr_t)p + bytes) / page * page;
+
+    if (to <= from)
+        return;
+    if (evict) /* a wish: only a file's owner may */
+        madvise((void *)from, to - from, MADV_PAGEOUT);
+    madvise((void *)from, to - from, MADV_DONTNEED);
+}
+
 /* ---- arena ----------------------------------------------------------- */
 
 #define ARENA_CHUNK_MIN 4096u
@@ -783,17 +796,24 @@ double hx_rng_normal(uint64_t seed, uint64_t counter)
 /* Where the two generations of control groups keep one limit. */
 typedef struct {
     const char *controller; /* "" is version 2 */
-    const char *mount, *limit, *usage, *stat_key;
+    const char *mount, *limit, *usage, *cache[2];
 } cgroup_files;
 
 static const cgroup_files cgroup_memory[] = {
-    { "", "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file" },
-    { "memory", "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
-      "total_inactive_file" },
+    { "",
+      "/sys/fs/cgroup",
+      "memory.max",
+      "memory.current",
+      { "inactive_file", "active_file" } },
+    { "memory",
+      "/sys/fs/cgroup/memory",
+      "memory.limit_in_bytes",
+      "memory.usage_in_bytes",
+      { "total_inactive_file", "total_active_file" } },
 };
 static const cgroup_files cgroup_cpu[] = {
-    { "", "/sys/fs/cgroup", "cpu.max", NULL, NULL },
-    { "cpu", "/sys/fs/cgroup/cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us", NULL },
+    { "", "/sys/fs/cgroup", "cpu.max", NULL, { NULL } },
+    { "cpu", "/sys/fs/cgroup/cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us", { NULL } },
 };
 
 /* A small text file of the kernel, NUL-terminated. */
@@ -899,7 +919,7 @@ static void lower_memory(void *ud, const char *dir, const cgroup_files *f)
 {
     mem_limits *m = ud;
     char text[16384];
-    uint64_t limit, usage = 0, idle;
+    uint64_t limit, usage = 0, cache;
 
     /* "max" and a missing file are no limit. */
     if (!cgroup_read(dir, f->limit, text, sizeof(text)) ||
@@ -908,10 +928,11 @@ static void lower_memory(void *ud, const char *dir, const cgroup_files *f)
     limit = strtoull(text, NULL, 10);
     if (cgroup_read(dir, f->usage, text, sizeof(text)))
         usage = strtoull(text, NULL, 10);
-    /* Page cache that nobody used lately is charged to us but goes when we ask. */
+    /* Files in memory, the checkpoint just read among them, are charged to us but go when
+     * we ask for more. */
     cgroup_read(dir, "memory.stat", text, sizeof(text));
-    idle = text_field(text, f->stat_key, 0);
-    usage -= HX_MIN(usage, idle);
+    cache = text_field(text, f->cache[0], 0) + text_field(text, f->cache[1], 0);
+    usage -= HX_MIN(usage, cache);
     m->limit = HX_MIN(m->limit, limit);
     m->left = HX_MIN(m->left, limit - HX_MIN(limit, usage));
 }

@@ -52,6 +52,9 @@ bool hx_mul(size_t a, size_t b, size_t *out);
  * huge asks for 2 MiB pages where the system has them. */
 void *hx_map(size_t bytes, bool huge);
 void hx_unmap(void *p, size_t bytes);
+/* Gives back the whole pages within bytes at p, of a mapping: what lay in hx_map()'s is lost,
+ * a file's is read again when it is touched. evict: out of the system's cache of files too. */
+void hx_map_drop(const void *p, size_t bytes, bool evict);
 
 /* Bump allocator; everything goes at once. cap_bytes bounds the total. One thread. */
 typedef struct hx_arena {
@@ -168,7 +171,8 @@ double hx_rng_normal(uint64_t seed, uint64_t counter); /* mean 0, deviation 1 */
 
 /* ---- this machine ---------------------------------------------------- */
 
-/* Memory this process may use: physical, or the cgroup's limit if lower. */
+/* Memory this process may use: physical, or the cgroup's limit if lower; and what is left of
+ * it, files that the system keeps in memory counted as left. */
 uint64_t hx_sys_mem_bytes(void);
 uint64_t hx_sys_mem_free_bytes(void);
 uint64_t hx_sys_rss_bytes(void);

@@ -637,6 +637,58 @@ static void test_machine(void **state)
     assert_in_range(hx_now_us() - us, 2000, 60000000);
 }
 
+/* Resident bytes of the mapping at p. */
+static size_t resident(const void *p, size_t n)
+{
+    unsigned char page[64];
+    size_t k = 0;
+
+    assert_true(n / 4096 <= sizeof page);
+    assert_int_equal(mincore((void *)(uintptr_t)p, n, page), 0);
+    for (size_t i = 0; i < n / 4096; i++)
+        k += page[i] & 1;
+    return k * 4096;
+}
+
+/* Whole pages go, what lies beside them stays; a file's bytes come back. */
+static void test_map_drop(void **state)
+{
+    enum { N = 16 * 4096 };
+    char path[300];
+    uint8_t *p = hx_map(N, false);
+    hx_file f;
+    hx_sb b = { 0 };
+
+    assert_non_null(p);
+    memset(p, 7, N);
+    assert_int_equal(resident(p, N), N);
+    hx_map_drop(p + 1, 2 * 4096, true); /* one whole page */
+    assert_int_equal(resident(p, N), N - 4096);
+    assert_int_equal(p[4095], 7);
+    assert_int_equal(p[4096], 0);
+    assert_int_equal(p[2 * 4096], 7);
+    hx_map_drop(p + 1, 4095, false); /* none */
+    assert_int_equal(p[1], 7);
+    hx_map_drop(p, N, true);
+    assert_int_equal(resident(p, N), 0);
+    hx_unmap(p, N);
+    snprintf(path, sizeof path, "%s/f", (const char *)*state);
+    for (int i = 0; i < N; i++)
+        hx_sb_char(&b, (char)(i % 251));
+    FILE *out = fopen(path, "w");
+    assert_non_null(out);
+    assert_int_equal(fwrite(b.p, 1, b.n, out), N);
+    fclose(out);
+    assert_int_equal(hx_file_map(&f, path, NULL), 0);
+    assert_memory_equal(f.p, b.p, N);
+    hx_map_drop(f.p, N, false);
+    assert_memory_equal(f.p, b.p, N);
+    hx_map_drop(f.p, N, true);
+    assert_memory_equal(f.p, b.p, N);
+    hx_file_unmap(&f);
+    hx_sb_free(&b);
+}
+
 /* Trees that look like /proc and /sys/fs/cgroup of containers. */
 static void test_cgroup_v2(void **state)
 {
@@ -652,7 +704,8 @@ static void test_cgroup_v2(void **state)
     /* A limit of the group around ours holds too; idle page cache counts as free. */
     make_file(dir, "sys/fs/cgroup/a.slice/memory.max", "500000\n");
     make_file(dir, "sys/fs/cgroup/a.slice/memory.current", "400000\n");
-    make_file(dir, "sys/fs/cgroup/a.slice/memory.stat", "anon 1\ninactive_file 50000\n");
+    make_file(dir, "sys/fs/cgroup/a.slice/memory.stat",
+              "anon 1\ninactive_file 30000\nactive_file 20000\n");
     make_file(dir, "sys/fs/cgroup/a.slice/cpu.max", "250000 100000\n");
     make_file(dir, "sys/fs/cgroup/a.slice/b.scope/cpu.max", "max 100000\n");
     assert_int_equal(memory_limits(dir).limit, 500000);
@@ -676,7 +729,8 @@ static void test_cgroup_v1(void **state)
     make_file(dir, "sys/fs/cgroup/memory/memory.usage_in_bytes", "100000\n");
     make_file(dir, "sys/fs/cgroup/memory/memory.stat",
               "inactive_file 7\n"
-              "total_inactive_file 20000\n");
+              "total_inactive_file 15000\n"
+              "total_active_file 5000\n");
     make_file(dir, "sys/fs/cgroup/cpu/docker/1/cpu.cfs_quota_us", "200000\n");
     make_file(dir, "sys/fs/cgroup/cpu/docker/1/cpu.cfs_period_us", "100000\n");
     make_file(dir, "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "-1\n");
@@ -932,6 +986,7 @@ int main(void)
         cmocka_unit_test(test_philox),
         cmocka_unit_test(test_random),
         cmocka_unit_test(test_machine),
+        IN_DIR(test_map_drop),
         IN_DIR(test_cgroup_v2),
         IN_DIR(test_cgroup_v1),
         cmocka_unit_test(test_pool),

@@ -146,7 +146,9 @@ static const option options[] = {
       "(reuse)",
       OPT_STR, AT(prefix), 0, SERVE | CHAT, 0, 0 },
     { "--park-ram", "SIZE",
-      "host memory for kept states and parked pages (an eighth of it, at most 16GiB)",
+      "host memory for kept states and parked pages (an eighth of it, at most 16GiB and "
+      "half "
+      "of what weights leave)",
       OPT_SIZE, AT(park_ram), 0, SERVE | CHAT | BENCH | PLAN, 0, 0 },
     { "--park-dir", "DIR", "idle conversations are also kept here, over restarts",
       OPT_STR, AT(park_dir), 0, SERVE | CHAT | BENCH | PLAN, 0, 0 },
@@ -164,8 +166,8 @@ static const option options[] = {
       OPT_STR, AT(device), 0, ENGINE | QUANTIZE, 0, 0 },
     { "--vram", "SIZE", "GPU memory to use (what is free)", OPT_SIZE, AT(vram), 0, ENGINE,
       0, 0 },
-    { "--ram", "SIZE", "host memory that experts may take (what this process may use)",
-      OPT_SIZE, AT(ram), 0, ENGINE, 0, 0 },
+    { "--ram", "SIZE", "host memory that experts may take (what is available)", OPT_SIZE,
+      AT(ram), 0, ENGINE, 0, 0 },
     { "--mode", "auto|gpu-only", "with or without experts on the CPU beside a GPU (auto)",
       OPT_STR, AT(mode), 0, ENGINE, 0, 0 },
     { "--expert-us", "A,B,C,D,E",

@@ -15,7 +15,8 @@ typedef struct {
     const hx_cli *c;
     hx_server *server;
     hx_engine *engine;
-    _Atomic bool stop; /* ends a download */
+    _Atomic bool opened; /* engine is there */
+    _Atomic bool stop;   /* ends a download */
     int rc;
 } loader;
 
@@ -88,6 +89,7 @@ static void *load(void *ud)
     }
     hx_get_info(l->engine, &info);
     hx_server_set_engine(l->server, l->engine);
+    atomic_store(&l->opened, true);
     printf("loaded in %.2f s: %s, context %lld, %d streams, %s\n",
            (double)(hx_now_us() - start) / 1e6, info.name, (long long)info.ctx_tokens,
            info.max_streams, info.device);
@@ -114,16 +116,34 @@ static sigset_t stop_signals(void)
     return set;
 }
 
+/* Without its device a process is of no use: it ends, and whoever started it may start
+ * another. Requests have their errors by then. */
+static bool is_lost(loader *l)
+{
+    hx_status st = { 0 };
+
+    if (atomic_load(&l->opened))
+        hx_get_status(l->engine, &st);
+    if (st.fault == NULL || strcmp(st.fault, "device") != 0)
+        return false;
+    fprintf(stderr, "hoist: %s\n", st.fault_text);
+    l->rc = 1;
+    return true;
+}
+
 /* The thread that waits for these signals; the others have them blocked. The first lets
  * answers go on for a while, the second does not. */
 static void *wait_signal(void *ud)
 {
-    loader *l = ud;
+    const struct timespec often = { .tv_nsec = 200000000 };
     const sigset_t set = stop_signals();
-    int sig;
+    loader *l = ud;
+    bool lost = false;
 
-    while (sigwait(&set, &sig) == 0 && !atomic_load(&l->stop))
-        hx_server_stop(l->server);
+    while (!atomic_load(&l->stop))
+        if (sigtimedwait(&set, NULL, &often) > 0 ? !atomic_load(&l->stop)
+                                                 : !lost && (lost = is_lost(l)))
+            hx_server_stop(l->server);
     return NULL;
 }
 

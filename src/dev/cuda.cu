@@ -4,6 +4,7 @@
  * One stream per device carries every kernel and every copy, so that put and get are in
  * order with the operations. Nothing here computes. */
 #include <stdio.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "dev/cuda_dev.h"
@@ -12,10 +13,57 @@ enum { OLDEST_CC = 80 }; /* int8 matrix units with unsigned operands, cp.async *
 
 /* ---- errors ---------------------------------------------------------- */
 
+/* What to do about it, where more is known than what the driver says. */
+static const char *way_out(cudaError_t rc)
+{
+    static const struct {
+        cudaError_t rc;
+        const char *text;
+    } known[] = {
+        { cudaErrorDevicesUnavailable, "another process has the GPU for itself: end it, "
+                                       "or allow several (nvidia-smi -c "
+                                       "0)" },
+        { cudaErrorSystemNotReady,
+          "on machines with NVSwitch nvidia-fabricmanager must run" },
+        { cudaErrorSystemDriverMismatch,
+          "the driver was updated: restart the machine or load its module anew" },
+        { cudaErrorECCUncorrectable, "its memory is damaged: reset the GPU (nvidia-smi "
+                                     "-r) or restart the machine; if "
+                                     "it comes again, replace the GPU" },
+    };
+
+    for (size_t i = 0; i < HX_LEN(known); i++)
+        if (known[i].rc == rc)
+            return known[i].text;
+    return NULL;
+}
+
+/* After some errors every call fails until the process ends. */
+static bool is_lost(void)
+{
+    size_t free_bytes, total;
+
+    cudaGetLastError(); /* what other errors leave */
+    const cudaError_t rc = cudaMemGetInfo(&free_bytes, &total);
+    return rc != cudaSuccess && rc != cudaErrorStreamCaptureUnsupported;
+}
+
 int hx_cuda_fail(hx_err *err, const char *op, cudaError_t rc)
 {
-    return hx_fail(err, rc == cudaErrorMemoryAllocation ? HX_ENOMEM : HX_EDEVICE,
-                   "%s: the GPU reports: %s", op, cudaGetErrorString(rc));
+    const char *way = way_out(rc);
+
+    if (rc == cudaErrorMemoryAllocation)
+        return hx_fail(err, HX_ENOMEM, "%s: the GPU reports: %s", op,
+                       cudaGetErrorString(rc));
+    if (rc == cudaErrorDevicesUnavailable || !is_lost())
+        return hx_fail(err, HX_EDEVICE, "%s: the GPU reports: %s%s%s", op,
+                       cudaGetErrorString(rc), way != NULL ? "; " : "",
+                       way != NULL ? way : "");
+    return hx_fail(
+        err, HX_ELOST, "%s: the GPU is lost: %s; %s", op, cudaGetErrorString(rc),
+        way != NULL ? way
+                    : "the kernel log (dmesg, NVRM: Xid) says more; start this "
+                      "program again");
 }
 
 /* Why there is no device. */
@@ -27,8 +75,8 @@ static int no_device(hx_err *err, const char *name, cudaError_t rc)
     if (driver == 0)
         return hx_fail(
             err, HX_EUNSUP,
-            "device %s: this machine has no NVIDIA driver; install one, or use "
-            "the device cpu",
+            "device %s: this machine has no NVIDIA driver; install one (a container "
+            "needs --gpus all), or use the device cpu",
             name);
     if (rc == cudaErrorInsufficientDriver)
         return hx_fail(
@@ -37,10 +85,13 @@ static int no_device(hx_err *err, const char *name, cudaError_t rc)
             "this program needs %d.%d; update the driver",
             name, driver / 1000, driver % 1000 / 10, need / 1000, need % 1000 / 10);
     if (rc != cudaSuccess && rc != cudaErrorNoDevice)
-        return hx_fail(err, HX_EDEVICE, "device %s: the NVIDIA driver reports: %s", name,
-                       cudaGetErrorString(rc));
+        return hx_fail(err, HX_EDEVICE, "device %s: the NVIDIA driver reports: %s; %s",
+                       name, cudaGetErrorString(rc),
+                       way_out(rc) != NULL ? way_out(rc) : "or use the device cpu");
     return hx_fail(err, HX_EUNSUP,
-                   "device %s: the NVIDIA driver sees no GPU; use the device cpu", name);
+                   "device %s: the NVIDIA driver sees no GPU (is CUDA_VISIBLE_DEVICES "
+                   "set?); use the device cpu",
+                   name);
 }
 
 /* ---- memory ---------------------------------------------------------- */
@@ -60,9 +111,31 @@ int hx_cuda_alloc_for(void **out, size_t bytes, const char *what, hx_err *err)
     cudaMemGetInfo(&free_bytes, &total);
     return hx_fail(
         err, HX_ENOMEM,
-        "device cuda: no GPU memory for %s: %zu bytes asked for, %zu of %zu are "
-        "free",
-        what, bytes, free_bytes, total);
+        "device cuda: no GPU memory for %s: %.1f MiB asked for, %.1f of %.1f are free; "
+        "end "
+        "what else uses the GPU (nvidia-smi), or lower --ctx, --streams or --cache",
+        what, (double)bytes / (1 << 20), (double)free_bytes / (1 << 20),
+        (double)total / (1 << 20));
+}
+
+int hx_cuda_no_lock(hx_err *err, const char *what, size_t bytes, cudaError_t rc)
+{
+    struct rlimit l;
+    char limit[32];
+
+    if (rc != cudaErrorMemoryAllocation && rc != cudaErrorOperatingSystem)
+        return hx_cuda_fail(err, what, rc);
+    cudaGetLastError();
+    if (getrlimit(RLIMIT_MEMLOCK, &l) != 0 || l.rlim_cur == RLIM_INFINITY)
+        snprintf(limit, sizeof limit, "none");
+    else
+        snprintf(limit, sizeof limit, "%.1f MiB", (double)l.rlim_cur / (1 << 20));
+    return hx_fail(
+        err, HX_ENOMEM,
+        "%s: the system refuses to lock %.1f MiB of host memory (%s); limit on "
+        "locked memory: %s, ulimit -l unlimited lifts it; WSL locks at most "
+        "half of its memory (.wslconfig)",
+        what, (double)bytes / (1 << 20), cudaGetErrorString(rc), limit);
 }
 
 /* The calling thread works with this device from here on. */
@@ -79,8 +152,9 @@ static int dev_alloc(hx_dev *d, hx_buf *out, size_t bytes, hx_err *err)
 
     *out = hx_buf { NULL, 0 };
     hx_cuda *c = current(d);
-    if (hx_cuda_alloc_for(&p, bytes, "a buffer", err) != 0)
-        return HX_ENOMEM;
+    const int no = hx_cuda_alloc_for(&p, bytes, "a buffer", err);
+    if (no != 0)
+        return no;
     if (bytes > 0 && (rc = cudaMemsetAsync(p, 0, bytes, c->stream)) != cudaSuccess) {
         cudaFree(p);
         return hx_cuda_fail(err, "alloc", rc);
@@ -160,10 +234,7 @@ static int stages_open(hx_cuda *c, hx_err *err)
             return HX_ENOMEM;
         s->dev = (char *)p;
         if ((rc = cudaMallocHost(&p, c->stage_bytes)) != cudaSuccess)
-            return hx_fail(err, HX_ENOMEM,
-                           "device cuda: no pinned host memory for staging: %zu bytes "
-                           "asked for; raise the limit on locked memory",
-                           c->stage_bytes);
+            return hx_cuda_no_lock(err, "staging", c->stage_bytes, rc);
         s->host = (char *)p;
         if ((rc = cudaEventCreateWithFlags(&s->used, cudaEventDisableTiming)) !=
             cudaSuccess)

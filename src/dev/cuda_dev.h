@@ -159,8 +159,10 @@ int hx_cuda_mla_rows(hx_cuda *c, const hx_mla_attend_args *a, hx_err *err);
 /* cuda.cu: device memory; the sentence names what it is for, and both numbers. */
 int hx_cuda_alloc_for(void **out, size_t bytes, const char *what, hx_err *err);
 
-/* cuda.cu: the sentence for rc; returns HX_ENOMEM or HX_EDEVICE. */
+/* cuda.cu: the sentence for rc; returns HX_ENOMEM, HX_EDEVICE or HX_ELOST. */
 int hx_cuda_fail(hx_err *err, const char *op, cudaError_t rc);
+/* The same where host memory was to be locked. */
+int hx_cuda_no_lock(hx_err *err, const char *what, size_t bytes, cudaError_t rc);
 
 /* Takes the next stage; waits only when HX_CUDA_STAGES calls are still on their way. Then
  * fill ->host, and hx_cuda_stage_put() copies n bytes on the stream to ->dev. */

@@ -358,18 +358,10 @@ static int link_pin(hx_dev *d, void *p, size_t bytes, hx_err *err)
     current(d);
     cudaError_t rc =
         cudaHostRegister(p, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
-    if (rc == cudaErrorMemoryAllocation || rc == cudaErrorOperatingSystem) {
-        cudaGetLastError();
-        return hx_fail(err, HX_ENOMEM,
-                       "device cuda: the system refuses to lock %zu bytes of host "
-                       "memory (%s); raise the limit on locked memory (ulimit -l "
-                       "unlimited; under WSL at most half of the memory can be locked)",
-                       bytes, cudaGetErrorString(rc));
-    }
     if (rc == cudaSuccess)
         rc = cudaHostGetDevicePointer(&seen, p, 0);
     if (rc != cudaSuccess)
-        return hx_cuda_fail(err, "pin", rc);
+        return hx_cuda_no_lock(err, "pin", bytes, rc);
     if (seen == p)
         return 0;
     cudaHostUnregister(p);
@@ -390,14 +382,10 @@ static int link_shared(hx_dev *d, hx_buf *out, size_t bytes, hx_err *err)
 
     current(d);
     *out = hx_buf { NULL, 0 };
-    if (cudaHostAlloc(&p, bytes, cudaHostAllocPortable | cudaHostAllocMapped) !=
-        cudaSuccess) {
-        cudaGetLastError();
-        return hx_fail(err, HX_ENOMEM,
-                       "device cuda: no pinned host memory: %zu bytes asked for; raise "
-                       "the limit on locked memory",
-                       bytes);
-    }
+    const cudaError_t rc =
+        cudaHostAlloc(&p, bytes, cudaHostAllocPortable | cudaHostAllocMapped);
+    if (rc != cudaSuccess)
+        return hx_cuda_no_lock(err, "shared memory", bytes, rc);
     memset(p, 0, bytes);
     *out = hx_buf { p, bytes };
     return 0;

@@ -259,17 +259,16 @@ static int memory_left(hx_engine *e, const hx_options *opt, uint64_t *left, hx_e
  * for device memory. */
 static int place_experts(hx_engine *e, const hx_options *opt, hx_err *err)
 {
-    hx_store_opt store = {
-        .slot_bytes = opt->vram_bytes,
-        .ram_bytes = opt->ram_bytes != 0 ? opt->ram_bytes : hx_sys_mem_bytes(),
-        .max_rows = e->info.max_streams,
-        .isa = hx_dev_is_host(e->dev) ? opt->cpu_isa : NULL,
-        .cpus = opt->cpus,
-        .n_threads = opt->n_threads,
-        .trace = opt->trace,
-        .rates = { opt->expert_us[0], opt->expert_us[1], opt->expert_us[2],
-                   opt->expert_us[3], opt->expert_us[4] }
-    };
+    hx_store_opt store = { .slot_bytes = opt->vram_bytes,
+                           .ram_bytes = opt->ram_bytes,
+                           .max_rows = e->info.max_streams,
+                           .isa = hx_dev_is_host(e->dev) ? opt->cpu_isa : NULL,
+                           .cpus = opt->cpus,
+                           .n_threads = opt->n_threads,
+                           .trace = opt->trace,
+                           .rates = { opt->expert_us[0], opt->expert_us[1],
+                                      opt->expert_us[2], opt->expert_us[3],
+                                      opt->expert_us[4] } };
     uint64_t need;
     int rc;
 
@@ -885,7 +884,8 @@ static int check_queue(const hx_engine *e, const hx_stream *s, hx_err *err)
     if (e->closing)
         return hx_fail(err, HX_ECANCEL, "engine: shutting down");
     if ((fault = hx_health_fault(e, NULL)) != NULL)
-        return hx_fail(err, HX_EDEVICE, "engine: %s", fault);
+        return hx_fail(err, atomic_load(&e->health.lost) ? HX_ELOST : HX_EDEVICE,
+                       "engine: %s", fault);
     if (e->n_waiting >= e->info.max_queue)
         return hx_fail(err, HX_EBUSY, "queue: all %lld places are taken; try again later",
                        (long long)e->info.max_queue);
@@ -969,6 +969,7 @@ static void fill_common(const hx_stream *s, hx_event *ev)
     ev->prefilled = s->prefilled;
     ev->queue = s->queue;
     ev->times = s->times;
+    ev->experts = s->experts;
     ev->stop_index = -1;
 }
 
@@ -1228,6 +1229,37 @@ static void gauge(hx_sb *b, const char *name, const char *help, int64_t v)
                  help, name, name, (long long)v);
 }
 
+/* Bytes and waits of routed experts; how many ran where are counters of base.h. */
+static void write_experts(hx_sb *b, const hx_experts *x)
+{
+    const struct {
+        const char *name, *help;
+        uint64_t v;
+    } all[] = {
+        { "experts_link_bytes", "Bytes of experts of decode steps read over the link.",
+          (uint64_t)x->link * x->expert_bytes },
+        { "experts_lane_bytes", "Bytes of experts of decode steps that the CPU read.",
+          (uint64_t)x->lane * x->expert_bytes },
+        { "experts_fetch_bytes", "Bytes of experts fetched before they were picked.",
+          x->fetch_bytes },
+        { "experts_push_bytes", "Bytes of experts moved into GPU memory for decode.",
+          x->push_bytes },
+        { "experts_stage_bytes", "Bytes of experts copied there for prompts.",
+          x->stage_bytes },
+        { "experts_wait_us", "Microseconds that the GPU waited for the CPU's experts.",
+          (uint64_t)x->wait_us },
+        { "experts_lane_us", "Microseconds that the CPU computed experts.",
+          (uint64_t)x->lane_us },
+    };
+
+    for (size_t i = 0; x->n_expert > 0 && i < HX_LEN(all); i++)
+        hx_sb_printf(b,
+                     "# HELP hoist_%s_total %s\n# TYPE hoist_%s_total counter\n"
+                     "hoist_%s_total %llu\n",
+                     all[i].name, all[i].help, all[i].name, all[i].name,
+                     (unsigned long long)all[i].v);
+}
+
 /* The series that dashboards for vLLM ask for, with its meanings. */
 static void write_vllm(hx_sb *b, const hx_engine *e, const hx_status *st)
 {
@@ -1276,6 +1308,7 @@ int64_t hx_metrics(hx_engine *e, char *out, int64_t cap)
 {
     hx_sb b = { 0 };
     hx_status st;
+    hx_experts x;
     int64_t n;
 
     hx_get_status(e, &st);
@@ -1298,6 +1331,8 @@ int64_t hx_metrics(hx_engine *e, char *out, int64_t cap)
           (int64_t)st.prefill_rate);
     gauge(&b, "decode_tokens_per_second", "Tokens per second of decode work.",
           (int64_t)st.decode_rate);
+    hx_get_experts(e, &x);
+    write_experts(&b, &x);
     write_vllm(&b, e, &st);
     n = b.bad ? HX_ENOMEM : (int64_t)b.n;
     if (HX_MIN(n, cap) > 0)

@@ -164,6 +164,7 @@ struct hx_stream {
     int64_t prefilled, generated, queue, cached, miss_pos;
     hx_miss miss;
     hx_times times;
+    hx_expert_use experts;
     void (*ready)(void *ud);
     void *ready_ud;
     pthread_cond_t cond;
@@ -206,8 +207,8 @@ typedef struct {
     bool started;
     _Atomic int64_t beat_us;  /* of the last progress */
     _Atomic int64_t worst_us; /* longest time between two while there was work */
-    _Atomic bool working, stalled, broken, corrupt;
-    char stall_text[160], broken_text[256], corrupt_text[256];
+    _Atomic bool working, stalled, broken, corrupt, lost;
+    char stall_text[160], broken_text[256], corrupt_text[256], lost_text[256];
     int64_t stall_us, canary_us; /* limits; canary_us 0: no canary */
     int64_t next_us, overdue_us; /* when the next canary may, must run */
     uint64_t sum;                /* of the known answer; 0: not yet known */
@@ -330,6 +331,8 @@ int64_t hx_health_due_us(const hx_engine *e); /* until the next; -1: none */
 /* Why answers cannot be had or trusted, as a sentence, and in *name as a word; NULL when
  * all is well. Under lock. */
 const char *hx_health_fault(const hx_engine *e, const char **name);
+/* The device is lost, for good: every request has its error. Any thread. */
+void hx_health_lost(hx_engine *e, const hx_err *err);
 /* Weights in memory are no longer what they were: for good. Any thread. */
 void hx_health_corrupt(hx_engine *e, const hx_err *err);
 /* Row r of logits gave the stream's next token. An error when they change no more. */

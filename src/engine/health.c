@@ -56,14 +56,15 @@ int hx_health_open(hx_engine *e, const hx_options *opt, hx_err *err)
     return 0;
 }
 
-/* Errors for those who run; who waits may still be served. Under lock. */
-static void lose_running(hx_engine *e, const char *why)
+/* Errors for those who run; who waits may still be served, but by a lost device. Under
+ * lock. */
+static void lose_running(hx_engine *e, int code, const char *why)
 {
     for (hx_stream *s = e->all; s != NULL; s = s->all_next) {
-        if (s->ended || s->lost || s->state == HX_SEQ_QUEUED)
+        if (s->ended || s->lost || (s->state == HX_SEQ_QUEUED && code != HX_ELOST))
             continue;
         s->end = (hx_event) { .kind = HX_EV_ERROR };
-        hx_fail(&s->end.err, HX_EDEVICE, "engine: %s", why);
+        hx_fail(&s->end.err, code, "engine: %s", why);
         s->lost = s->cancelled = true;
         hx_engine_wake_reader(s);
     }
@@ -91,7 +92,7 @@ static void watch_beat(hx_engine *e)
              "no progress for %.1f s although there is work", (double)still / 1e6);
     hx_count(HX_C_stalls_total, 1);
     hx_log(HX_LOG_ERROR, "engine: %s", h->stall_text);
-    lose_running(e, h->stall_text);
+    lose_running(e, HX_EDEVICE, h->stall_text);
 }
 
 /* Where the watchdog itself could not look, all of the process stood still (Ctrl-Z, a paused
@@ -178,7 +179,8 @@ const char *hx_health_fault(const hx_engine *e, const char **name)
     const struct {
         bool on;
         const char *name, *text;
-    } fault[] = { { atomic_load(&h->stalled), "stalled", h->stall_text },
+    } fault[] = { { atomic_load(&h->lost), "device", h->lost_text },
+                  { atomic_load(&h->stalled), "stalled", h->stall_text },
                   { atomic_load(&h->corrupt), "memory", h->corrupt_text },
                   { atomic_load(&h->broken), "canary", h->broken_text },
                   { true, NULL, NULL } };
@@ -191,6 +193,20 @@ const char *hx_health_fault(const hx_engine *e, const char **name)
     return fault[i].text;
 }
 
+void hx_health_lost(hx_engine *e, const hx_err *err)
+{
+    hx_health *h = &e->health;
+
+    pthread_mutex_lock(&e->lock);
+    if (!atomic_load(&h->lost)) {
+        snprintf(h->lost_text, sizeof h->lost_text, "%s", err->msg);
+        hx_log(HX_LOG_ERROR, "engine: %s", h->lost_text);
+        atomic_store(&h->lost, true);
+        lose_running(e, HX_ELOST, h->lost_text);
+    }
+    pthread_mutex_unlock(&e->lock);
+}
+
 void hx_health_corrupt(hx_engine *e, const hx_err *err)
 {
     hx_health *h = &e->health;
@@ -199,7 +215,7 @@ void hx_health_corrupt(hx_engine *e, const hx_err *err)
     pthread_mutex_lock(&e->lock);
     snprintf(h->corrupt_text, sizeof h->corrupt_text,
              "weights in memory: %.180s; restart to load them anew", err->msg);
-    lose_running(e, h->corrupt_text);
+    lose_running(e, HX_EDEVICE, h->corrupt_text);
     atomic_store(&h->corrupt, true);
     pthread_mutex_unlock(&e->lock);
     hx_log(HX_LOG_ERROR, "%s", h->corrupt_text);
@@ -297,12 +313,14 @@ static void judge(hx_engine *e, int rc, uint64_t sum, const hx_err *err)
             : NULL;
 
     hx_count(HX_C_canaries_total, 1);
+    if (rc == HX_ELOST)
+        hx_health_lost(e, err);
     if (why != NULL) {
         hx_count(HX_C_canaries_failed_total, 1);
         hx_log(HX_LOG_ERROR, "%s", why);
         pthread_mutex_lock(&e->lock);
         snprintf(h->broken_text, sizeof h->broken_text, "%s", why);
-        lose_running(e, h->broken_text);
+        lose_running(e, HX_EDEVICE, h->broken_text);
         atomic_store(&h->broken, true);
         pthread_mutex_unlock(&e->lock);
         return;

@@ -193,6 +193,60 @@ static void test_stalled_score(void **state)
     assert_memory_equal(logprob, twice, sizeof twice);
 }
 
+/* ---- a lost device ------------------------------------------------------------ */
+
+static int lose_embed(hx_dev *d, const hx_embed_args *a, hx_err *err)
+{
+    (void)d, (void)a;
+    return hx_fail(err, HX_ELOST, "embed: the GPU is lost");
+}
+
+/* Who runs, who is being read and who waits have their error, and nobody is taken any more.
+ * On a GPU it is really lost: the embedding lies nowhere. */
+static void test_lost(void **state)
+{
+    const hx_request r = { HELLO, .max_new = 1500, .ignore_eos = true };
+    hx_engine *e = open_demo(&(hx_options) { .max_streams = 2 });
+    const hx_dev_ops *ops = e->dev->ops;
+    hx_dev_ops broken = *ops;
+    float logprob[HX_LEN(hello)];
+    answer *a = hx_new(answer, 1);
+    hx_stream *s[3];
+    hx_event ev;
+    hx_err err = { 0 };
+
+    (void)state;
+    s[0] = submit(e, &r);
+    while (hx_next(s[0], &ev, 10000) == 1 && ev.kind != HX_EV_TOKENS)
+        continue;
+    broken.embed = lose_embed;
+    if (hx_dev_is_host(e->dev))
+        e->dev->ops = &broken;
+    else
+        e->model->embed.w = (const void *)(uintptr_t)4096;
+    for (int i = 1; i < 3; i++)
+        s[i] =
+            hx_submit(e, &r, &s[i], &err) == 0 ? s[i] : NULL; /* or it was seen already */
+    for (int i = 0; i < 3; i++) {
+        if (s[i] == NULL)
+            continue;
+        read_all(s[i], a);
+        assert_int_equal(a->end.kind, HX_EV_ERROR);
+        assert_int_equal(a->end.err.code, HX_ELOST);
+        assert_non_null(strstr(a->end.err.msg, "the GPU is lost"));
+        hx_stream_free(s[i]);
+    }
+    wait_fault(e, "device", 5000);
+    assert_int_equal(hx_submit(e, &r, &s[0], &err), HX_ELOST);
+    assert_int_equal(hx_score(e, &(hx_score_args) { HELLO, .logprob = logprob }, &err),
+                     HX_ELOST);
+    e->dev->ops = ops;
+    usleep(100000);
+    assert_string_equal(fault_of(e), "device"); /* for good */
+    hx_free(a);
+    hx_close(e);
+}
+
 /* ---- broken answers --------------------------------------------------------- */
 
 static void expect_broken(hx_engine *e, const hx_request *r, const char *why,
@@ -690,13 +744,15 @@ static void test_record_full(void **state)
     assert_int_equal(n_lost, 1);
 }
 
-/* health_test [PATTERN [DEVICE]]: those that play a fault need a tap, which only the CPU has */
+/* health_test [PATTERN [DEVICE]]: those that play a fault need a tap, which only the CPU
+ * has; test_lost loses a GPU for its process */
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_stall),
         cmocka_unit_test(test_stopped),
         cmocka_unit_test(test_stalled_score),
+        cmocka_unit_test(test_lost),
         cmocka_unit_test(test_broken_once),
         cmocka_unit_test(test_broken_model),
         cmocka_unit_test(test_canary_repeats),

@@ -38,9 +38,11 @@ static void find_roles(hx_reuse *r, const hx_engine *e)
     }
 }
 
+/* Weights have their memory by now: half of what they left, too. */
 static uint64_t default_ram_bytes(void)
 {
-    return HX_MIN(hx_sys_mem_bytes() / 8, UINT64_C(16) << 30);
+    return HX_MIN(HX_MIN(hx_sys_mem_bytes() / 8, hx_sys_mem_free_bytes() / 2),
+                  UINT64_C(16) << 30);
 }
 
 int hx_reuse_open(hx_engine *e, const hx_options *opt, hx_err *err)

@@ -108,6 +108,8 @@ static void end_stream(hx_stream *s, hx_stop stop, int32_t stop_index, const hx_
     hx_engine *e = s->engine;
     bool freed;
 
+    if (err != NULL && err->code == HX_ELOST)
+        hx_health_lost(e, err);
     retract(s);
     drop_slot(s, err == NULL);
     pthread_mutex_lock(&e->lock);
@@ -661,10 +663,34 @@ static float lap(hx_engine *e)
     return (float)us;
 }
 
+/* What the store has counted so far, less was. */
+static hx_expert_use experts_since(const hx_engine *e, const hx_expert_use *was)
+{
+    hx_experts x = { 0 };
+
+    if (e->model->store != NULL)
+        hx_store_report(e->model->store, &x);
+    return (hx_expert_use) { x.here - was->here, x.link - was->link, x.lane - was->lane,
+                             x.ahead - was->ahead, x.wait_us - was->wait_us };
+}
+
+static void add_experts(hx_stream *s, const hx_expert_use *u)
+{
+    pthread_mutex_lock(&s->engine->lock);
+    s->experts.here += u->here;
+    s->experts.link += u->link;
+    s->experts.lane += u->lane;
+    s->experts.ahead += u->ahead;
+    s->experts.wait_us += u->wait_us;
+    pthread_mutex_unlock(&s->engine->lock);
+}
+
 static void land(hx_engine *e)
 {
     hx_flight *const oldest = e->flight;
+    const hx_expert_use before = experts_since(e, &(hx_expert_use) { 0 });
     const int rc = end_decode(e, oldest->rc, oldest->ticket, oldest->n, &oldest->err);
+    const hx_expert_use use = experts_since(e, &before);
     const hx_flight f = *oldest;
     float us;
 
@@ -682,6 +708,7 @@ static void land(hx_engine *e)
         e->cache->slot[s->slot].n_pos = ++s->n_done;
         e->cache->slot[s->slot].pend = 1;
         hx_reuse_decoded(s, 1);
+        add_experts(s, &use);
     }
     if (rc != 0)
         return;

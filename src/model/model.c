@@ -127,9 +127,18 @@ static int add_mat(void *ud, hx_mat *w, hx_err *err)
 /* Copies to placed, or only adds up when dev is NULL. */
 typedef struct {
     hx_dev *dev;
+    const hx_model *from; /* its host memory is given back; NULL: is kept */
     hx_buf placed;
     size_t at;
 } placer;
+
+void hx_model_drop(const hx_model *m, const void *p, size_t bytes, bool evict)
+{
+    const uintptr_t at = (uintptr_t)p - (uintptr_t)m->synth;
+
+    if (m->weights != NULL ? hx_weights_holds(m->weights, p) : at < m->synth_bytes)
+        hx_map_drop(p, bytes, evict);
+}
 
 static int place(placer *p, const void **w, size_t bytes, hx_err *err)
 {
@@ -142,6 +151,8 @@ static int place(placer *p, const void **w, size_t bytes, hx_err *err)
         to = hx_buf_at(p->placed, p->at);
         if ((rc = hx_dev_put(p->dev, to, *w, bytes, err)) != 0)
             return rc;
+        if (p->from != NULL)
+            hx_model_drop(p->from, *w, bytes, false);
         *w = to.p;
     }
     p->at += (bytes + PLACE_ALIGN - 1) / PLACE_ALIGN * PLACE_ALIGN;
@@ -192,7 +203,7 @@ int hx_model_place_bytes(hx_model *m, hx_place what, uint64_t *bytes, hx_err *er
 int hx_model_place(hx_model *m, hx_dev *dev, hx_place what, hx_err *err)
 {
     hx_buf *placed = &m->placed[what];
-    placer p = { .dev = dev };
+    placer p = { .dev = dev, .from = m };
     const visitor v = { place_mat, place_vec, &p,
                         what == HX_PLACE_ROUTED ? ROUTED : DENSE };
     uint64_t bytes;

@@ -114,13 +114,17 @@ int hx_model_open(hx_model **out, const char *dir, hx_load_fn *on_load, void *ud
 int hx_model_open_mapped(hx_model **out, const char *dir, hx_err *err);
 void hx_model_close(hx_model *m);
 bool hx_model_is_synthetic(const char *dir);
-/* Copies weights to a device with memory of its own and points the model there; nothing
+/* Moves weights to a device with memory of its own and points the model there; nothing
  * for others. The model must be closed before the device. Errors: HX_ENOMEM (both
  * numbers). */
 typedef enum { HX_PLACE_DENSE, HX_PLACE_ROUTED } hx_place; /* all but, and the experts */
 int hx_model_place(hx_model *m, hx_dev *dev, hx_place what, hx_err *err);
 /* Bytes that placing takes. */
 int hx_model_place_bytes(hx_model *m, hx_place what, uint64_t *bytes, hx_err *err);
+
+/* Gives back the memory of weights that have been copied; for those of a synthetic model
+ * there is no way back. Converted ones stay. evict: as in hx_map_drop(). */
+void hx_model_drop(const hx_model *m, const void *p, size_t bytes, bool evict);
 
 /* Copies one layer (n_layer: what is outside of them) to *out and points the model there;
  * the caller keeps the pointers that were, and frees *out, on failure too. */

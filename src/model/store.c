@@ -1,5 +1,6 @@
 /* store.c - the expert store: records in host memory, slots in device memory, the lane,
  * and what moves between them. See store.h. */
+#include <math.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 
@@ -117,26 +118,27 @@ typedef struct {
     hx_store *s;
     _Atomic int rc;
     hx_err err;
-    uint8_t *base;
+    const uint8_t *base; /* of all records */
     size_t bytes;
+    bool evict; /* checkpoint and records do not fit together: the copied part goes first,
+                 * or the system would throw out what is next */
 } host_job;
 
-static void copy_records(void *ud, int64_t begin, int64_t end, int worker)
+/* Into the arena, and out of where they were; records that begin in the n bytes at from. */
+static void copy_records(const host_job *j, const uint8_t *from, size_t n)
 {
-    host_job *j = ud;
-    hx_store *s = j->s;
+    const hx_store *s = j->s;
 
-    (void)worker;
-    for (int64_t i = begin; i < end; i++) {
-        const hx_expert *e = expert_at(s->model, i);
-
-        if (e == NULL)
+    for (int64_t i = 0; i < s->n_layer * s->n_expert; i++) {
+        if (s->home[i] == NULL || s->home[i] < from || s->home[i] >= from + n)
             continue;
-        const record r = record_of(e);
+        const record r = record_of(expert_at(s->model, i));
         uint8_t *to = (uint8_t *)(uintptr_t)s->home[i];
         for (int p = 0; p < PARTS; p++)
-            if (r.bytes[p] != 0)
+            if (r.bytes[p] != 0) {
                 memcpy(to + r.at[p], r.from[p], r.bytes[p]);
+                hx_model_drop(s->model, r.from[p], r.bytes[p], j->evict);
+            }
     }
 }
 
@@ -194,11 +196,12 @@ static void point_to(hx_expert *e, const hx_lease *at)
     }
 }
 
-/* Records where the checkpoint has none: copied once into the arena, to which the model
- * then points. */
-static int gather(hx_store *s, hx_pool *pool, hx_err *err)
+/* Records where the checkpoint has none: places for them in an arena. any: even if there
+ * seems to be no memory for it. */
+static int gather(hx_store *s, bool any, hx_err *err)
 {
     const int64_t n = s->n_layer * s->n_expert;
+    const uint64_t left = hx_sys_mem_free_bytes();
     bool all = true;
     int64_t count = 0;
 
@@ -215,6 +218,15 @@ static int gather(hx_store *s, hx_pool *pool, hx_err *err)
     if (all)
         return 0;
     s->arena_bytes = (size_t)count * s->record_bytes;
+    if (s->arena_bytes > left && !any)
+        return hx_fail(
+            err, HX_ENOMEM,
+            "host memory: the routed experts need %.1f GiB, %.1f of %.1f GiB are "
+            "available; end what else uses it, use a machine with more, or say "
+            "--ram %.0fGiB to try anyway",
+            (double)s->arena_bytes / (1 << 30), (double)left / (1 << 30),
+            (double)hx_sys_mem_bytes() / (1 << 30),
+            ceil((double)s->arena_bytes / (1 << 30)));
     if ((s->arena = hx_map(s->arena_bytes, true)) == NULL)
         return hx_fail(err, HX_ENOMEM, "expert store: the system refuses %.1f GiB",
                        (double)s->arena_bytes / (1 << 30));
@@ -222,11 +234,61 @@ static int gather(hx_store *s, hx_pool *pool, hx_err *err)
     for (int64_t i = 0; i < n; i++)
         if (s->home[i] != NULL)
             s->home[i] = (uint8_t *)s->arena + (size_t)count++ * s->record_bytes;
-    const int rc = note_moves(s, count, err);
-    if (rc != 0)
-        return rc;
-    hx_pool_run(pool, n, 4, copy_records, &(host_job) { .s = s });
-    for (int64_t i = 0; i < n; i++)
+    return note_moves(s, count, err);
+}
+
+/* Copies what the arena gets and locks it: while some ranges are locked, others are copied. */
+static void fill_ranges(void *ud, int64_t begin, int64_t end, int worker)
+{
+    host_job *j = ud;
+    hx_store *s = j->s;
+
+    (void)worker;
+    for (int64_t i = begin; i < end && atomic_load(&j->rc) == 0; i++) {
+        const uint8_t *p = j->base + (size_t)i * PIN_BYTES;
+        const size_t n = HX_MIN(PIN_BYTES, j->bytes - (size_t)i * PIN_BYTES);
+        hx_err err = { 0 };
+        int none = 0, rc;
+
+        if (s->arena != NULL)
+            copy_records(j, p, n);
+        if (hx_dev_is_host(s->dev))
+            continue;
+        if ((rc = hx_dev_pin(s->dev, (void *)(uintptr_t)p, n, &err)) == 0)
+            s->pin[i] = (void *)(uintptr_t)p;
+        else if (atomic_compare_exchange_strong(&j->rc, &none, rc))
+            j->err = err;
+    }
+}
+
+/* Fills the arena, if there is one, and points the model there; locks all records. */
+static int fill(hx_store *s, hx_pool *pool, hx_err *err)
+{
+    const hx_weights *w = s->model->weights;
+    const uint64_t ram = hx_sys_mem_bytes();
+    const uint8_t *low = NULL, *high = NULL;
+    int n_locked = 0;
+
+    for (int64_t i = 0; i < s->n_layer * s->n_expert; i++)
+        if (s->home[i] != NULL) {
+            low = low == NULL || s->home[i] < low ? s->home[i] : low;
+            high = HX_MAX(high, s->home[i] + s->record_bytes);
+        }
+    host_job j = { .s = s };
+    j.base = (const uint8_t *)((uintptr_t)low & ~(uintptr_t)4095);
+    j.bytes = (size_t)(high - j.base);
+    j.evict = w != NULL && hx_weights_bytes(w) + s->arena_bytes > ram - ram / 16;
+    const int64_t n = (int64_t)((j.bytes + PIN_BYTES - 1) / PIN_BYTES);
+    s->n_pin = hx_dev_is_host(s->dev) ? 0 : (int)n;
+    if ((s->pin = hx_new(void *, HX_MAX(s->n_pin, 1))) == NULL)
+        return hx_fail(err, HX_ENOMEM, "expert store: no memory");
+    hx_pool_run(pool, n, 1, fill_ranges, &j);
+    for (int i = 0; i < s->n_pin; i++)
+        n_locked += s->pin[i] != NULL;
+    if (j.rc != 0)
+        return hx_fail(err, j.rc, "experts: %d of %.1f GiB are locked; %.200s", n_locked,
+                       (double)j.bytes / (1 << 30), j.err.msg);
+    for (int64_t i = 0; i < s->n_layer * s->n_expert && s->arena != NULL; i++)
         if (s->home[i] != NULL) {
             hx_expert *e = &s->model->layer[i / s->n_expert].expert[i % s->n_expert];
             const record r = record_of(e);
@@ -235,49 +297,6 @@ static int gather(hx_store *s, hx_pool *pool, hx_err *err)
             point_to(e, &at);
         }
     return 0;
-}
-
-static void pin_ranges(void *ud, int64_t begin, int64_t end, int worker)
-{
-    host_job *j = ud;
-
-    (void)worker;
-    for (int64_t i = begin; i < end; i++) {
-        const size_t at = (size_t)i * PIN_BYTES;
-        hx_err err = { 0 };
-        int none = 0;
-        const int rc =
-            hx_dev_pin(j->s->dev, j->base + at, HX_MIN(PIN_BYTES, j->bytes - at), &err);
-
-        if (rc == 0)
-            j->s->pin[i] = j->base + at;
-        else if (atomic_compare_exchange_strong(&j->rc, &none, rc))
-            j->err = err;
-    }
-}
-
-/* Locks all records, several ranges at a time. */
-static int lock_memory(hx_store *s, hx_pool *pool, hx_err *err)
-{
-    const uint8_t *low = NULL, *high = NULL;
-
-    if (hx_dev_is_host(s->dev))
-        return 0;
-    for (int64_t i = 0; i < s->n_layer * s->n_expert; i++)
-        if (s->home[i] != NULL) {
-            low = low == NULL || s->home[i] < low ? s->home[i] : low;
-            high = HX_MAX(high, s->home[i] + s->record_bytes);
-        }
-    host_job j = { .s = s };
-    j.base = (uint8_t *)((uintptr_t)low & ~(uintptr_t)4095);
-    j.bytes = (size_t)(high - j.base);
-    s->n_pin = (int)((j.bytes + PIN_BYTES - 1) / PIN_BYTES);
-    if ((s->pin = hx_new(void *, s->n_pin)) == NULL)
-        return hx_fail(err, HX_ENOMEM, "expert store: no memory");
-    hx_pool_run(pool, s->n_pin, 1, pin_ranges, &j);
-    if (j.rc != 0 && err != NULL)
-        *err = j.err;
-    return j.rc;
 }
 
 /* ---- tables ------------------------------------------------------------------- */
@@ -631,12 +650,14 @@ void hx_store_report(const hx_store *s, hx_experts *out)
 
 static int check(const hx_store *s, const hx_store_opt *opt, uint64_t bytes, hx_err *err)
 {
-    if (opt->ram_bytes != 0 && bytes > opt->ram_bytes)
+    const uint64_t most = opt->ram_bytes != 0 ? opt->ram_bytes : hx_sys_mem_bytes();
+
+    if (bytes > most)
         return hx_fail(
             err, HX_ENOMEM,
             "host memory: the routed experts need %.1f GiB, this process may use "
             "%.1f GiB; raise --ram, or use a machine with more memory",
-            (double)bytes / (1 << 30), (double)opt->ram_bytes / (1 << 30));
+            (double)bytes / (1 << 30), (double)most / (1 << 30));
     if (s->n_expert > HX_PLAN_MAX_EXPERT)
         return hx_fail(err, HX_EUNSUP, "expert store: %lld experts a layer, at most %d",
                        (long long)s->n_expert, HX_PLAN_MAX_EXPERT);
@@ -751,7 +772,8 @@ int hx_store_open(hx_store **out, hx_model *m, hx_dev *dev, const hx_store_opt *
     if ((rc = check(s, opt, bytes, err)) != 0 ||
         (rc = hx_ahead_open(s, opt->max_rows, err)) != 0 ||
         (rc = hx_pool_open(&pool, hx_sys_n_cpu(), NULL, err)) != 0 ||
-        (rc = gather(s, pool, err)) != 0 || (rc = lock_memory(s, pool, err)) != 0 ||
+        (rc = gather(s, opt->ram_bytes != 0, err)) != 0 ||
+        (rc = fill(s, pool, err)) != 0 ||
         (rc = hx_clock_open(&s->clock, d->n_layer * d->n_expert, s->n_all_slot, err)) !=
             0 ||
         (rc = open_buffers(s, err)) != 0 || (rc = hx_lend_open(s, all, err)) != 0 ||

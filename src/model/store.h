@@ -17,7 +17,7 @@ typedef enum { HX_MODE_AUTO, HX_MODE_GPU_ONLY } hx_store_mode;
 typedef struct {
     hx_store_mode mode;
     uint64_t slot_bytes;    /* device memory for slots */
-    uint64_t ram_bytes;     /* most host memory that experts may take; 0: no bound */
+    uint64_t ram_bytes;     /* most host memory that experts may take; 0: what is left */
     int64_t max_rows;       /* decode rows in a step */
     const char *isa, *cpus; /* of the CPU lane, as in hx_dev_opt */
     int32_t n_threads;      /* of it; 0: one for each CPU */

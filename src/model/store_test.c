@@ -31,6 +31,8 @@ typedef struct {
     hx_choice top[N_NEW][N_TOP];
 } answer;
 
+static hx_expert_use used; /* by the answer read last */
+
 static void read_answer(hx_stream *s, answer *out)
 {
     hx_event ev = { 0 };
@@ -47,6 +49,7 @@ static void read_answer(hx_stream *s, answer *out)
         }
     }
     assert_int_equal(n, N_NEW);
+    used = ev.experts;
     hx_stream_free(s);
 }
 
@@ -134,6 +137,36 @@ typedef struct {
                    * either where they are measured */
 } way;
 
+/* Scrapers read the same numbers. */
+static void check_metrics(hx_engine *e)
+{
+    static char text[1 << 20];
+    hx_experts x, after;
+
+    do { /* the last step may just be over */
+        hx_get_experts(e, &x);
+        assert_in_range(hx_metrics(e, text, sizeof text - 1), 1000, sizeof text - 1);
+        hx_get_experts(e, &after);
+    } while (memcmp(&x, &after, sizeof x) != 0);
+    const struct {
+        const char *name;
+        uint64_t v;
+    } want[] = {
+        { "link_bytes", (uint64_t)x.link * x.expert_bytes },
+        { "lane_bytes", (uint64_t)x.lane * x.expert_bytes },
+        { "push_bytes", x.push_bytes },
+        { "wait_us", (uint64_t)x.wait_us },
+    };
+    for (size_t i = 0; i < HX_LEN(want); i++) {
+        char line[100];
+
+        snprintf(line, sizeof line, "\nhoist_experts_%s_total %llu\n", want[i].name,
+                 (unsigned long long)want[i].v);
+        if (strstr(text, line) == NULL)
+            fail_msg("no line \"%s\"", line + 1);
+    }
+}
+
 /* One way's answers against those wanted. */
 static void try_way(const way *w, const answer want[2 * N_STREAM])
 {
@@ -144,6 +177,12 @@ static void try_way(const way *w, const answer want[2 * N_STREAM])
 
     answers(e, got);
     hx_get_experts(e, &x);
+    /* Of the last request: no more than of all, something, and no waiting without a lane. */
+    assert_true(used.here <= x.here && used.link <= x.link && used.lane <= x.lane &&
+                used.ahead <= x.ahead && used.wait_us <= x.wait_us);
+    assert_true(used.here + used.link + used.lane + used.ahead >= N_NEW - 1);
+    assert_true(used.wait_us == 0 || x.lane > 0);
+    check_metrics(e);
     hx_close(e);
     print_message("           %-31s %3d of %d slots, steps %lld: %lld here, %lld link, "
                   "%lld lane, %lld ahead, %lld moved in\n",
@@ -239,6 +278,49 @@ static void test_large(void **state)
     model = MODEL;
 }
 
+/* Resident bytes of the checkpoint's mapping. */
+static size_t mapped_bytes(void)
+{
+    FILE *f = fopen("/proc/self/smaps", "r");
+    char line[512];
+    size_t kb = 0, n;
+    bool in = false;
+
+    assert_non_null(f);
+    while (fgets(line, sizeof line, f) != NULL) {
+        if (strchr(line, '-') != NULL && strchr(line, '-') < line + 17)
+            in = strstr(line, MODEL "/model.safetensors") != NULL;
+        if (in && sscanf(line, "Rss: %zu", &n) == 1)
+            kb += n;
+    }
+    fclose(f);
+    return kb << 10;
+}
+
+/* There is one copy of an expert: the checkpoint's is given back (here but for pages that it
+ * shares with what lies beside it, for these matrices are of a few pages). */
+static void test_one_copy(void **state)
+{
+    hx_engine *e;
+    hx_experts x;
+
+    (void)state;
+    if (device != NULL) /* which would have all of them */
+        return;
+    e = open_with(&(hx_options) { 0 });
+    const size_t before = mapped_bytes();
+    hx_close(e);
+    e = open_with(&(hx_options) { .vram_bytes = 1, .mode = "gpu-only" });
+    hx_get_experts(e, &x);
+    const size_t after = mapped_bytes(), moved = (size_t)x.n_expert * x.expert_bytes;
+    hx_close(e);
+    print_message("           %zu KB of the file in memory, with a copy of %zu KB of it "
+                  "%zu\n",
+                  before >> 10, moved >> 10, after >> 10);
+    assert_true(before > moved);
+    assert_true(after < before - moved / 2);
+}
+
 /* Wishes that cannot be met are refused with both numbers. */
 static void test_refusals(void **state)
 {
@@ -267,22 +349,42 @@ static void test_refusals(void **state)
 
 /* ---- the lane by itself -------------------------------------------------- */
 
+/* n bytes on the device, as from has them. */
+static hx_buf on(hx_dev *dev, const void *from, size_t n)
+{
+    hx_buf b;
+    hx_err err;
+
+    if (hx_dev_alloc(dev, &b, n, &err) != 0 || hx_dev_put(dev, b, from, n, &err) != 0)
+        fail_msg("%s", err.msg);
+    return b;
+}
+
+static int32_t value_of(hx_dev *dev, hx_buf b)
+{
+    int32_t v = 0;
+    hx_err err;
+
+    assert_int_equal(hx_dev_get(dev, &v, b, sizeof v, &err), 0);
+    return v;
+}
+
 /* A job that is not answered in time is an error, and the next one is fine. */
 static void test_deadline(void **state)
 {
     enum { D = 512, F = 512, E = 2 };
-    const hx_dev_opt cpu = { .name = "cpu",
-                             .n_threads = 1,
-                             .limits = { .max_rows = 1,
-                                         .max_k = D,
-                                         .max_n = D,
-                                         .max_active = 1,
-                                         .max_expert = E } };
-    float *w = calloc((size_t)D * F, sizeof *w), x[D] = { 1 }, y[D];
+    hx_dev_opt opt_dev = { .name = "cpu",
+                           .n_threads = 1,
+                           .limits = { .max_rows = 1,
+                                       .max_k = D,
+                                       .max_n = D,
+                                       .max_active = 1,
+                                       .max_expert = E } };
+    float *w = calloc((size_t)D * F, sizeof *w);
+    const float x[D] = { 1 }, none[D] = { 0 }, one = 1;
     const hx_mat m = { .fmt = HX_FMT_F32, .n = F, .k = D, .w = w };
     const hx_expert experts[E] = { { m, m, m }, { m, m, m } }, *layers[] = { experts };
-    int32_t id[] = { 1 }, here[1], there[1], log[1], resident[E] = { -1, -1 };
-    float base[D] = { 0 }, part[D] = { 0 }, weight[] = { 1 };
+    const int32_t id = 1, resident[E] = { -1, -1 };
     hx_dev *dev;
     hx_err err;
 
@@ -297,27 +399,29 @@ static void test_deadline(void **state)
                             .deadline_us = late ? 1 : 5000000 };
         hx_lane *lane;
 
-        assert_int_equal(hx_dev_open(&dev, &cpu, &err), 0);
-        assert_int_equal(hx_dev_open(&opt.cpu, &cpu, &err), 0);
+        opt_dev.name = "cpu";
+        assert_int_equal(hx_dev_open(&opt.cpu, &opt_dev, &err), 0);
+        opt_dev.name = device != NULL ? device : "cpu";
+        assert_int_equal(hx_dev_open(&dev, &opt_dev, &err), 0);
         opt.dev = dev;
         assert_int_equal(hx_lane_open(&lane, &opt, &err), 0);
-        const hx_plan_args plan = { .here = { here, 4 },
-                                    .there = { there, 4 },
-                                    .log = { log, 4 },
-                                    .id = { id, 4 },
-                                    .x = { x, sizeof x },
-                                    .resident = { resident, sizeof resident },
+        const hx_plan_args plan = { .here = on(dev, &id, sizeof id),
+                                    .there = on(dev, &id, sizeof id),
+                                    .log = on(dev, &id, sizeof id),
+                                    .id = on(dev, &id, sizeof id),
+                                    .x = on(dev, x, sizeof x),
+                                    .resident = on(dev, resident, sizeof resident),
                                     .lane = lane,
                                     .rows = 1,
                                     .active = 1,
                                     .n_expert = E,
                                     .dim = D,
                                     .rates = { 1, 1e6f, 1, 0, 0 } };
-        const hx_combine_args combine = { .y = { y, sizeof y },
-                                          .base = { base, sizeof base },
-                                          .part = { part, sizeof part },
-                                          .weight = { weight, 4 },
-                                          .there = { there, 4 },
+        const hx_combine_args combine = { .y = on(dev, none, sizeof none),
+                                          .base = on(dev, none, sizeof none),
+                                          .part = on(dev, none, sizeof none),
+                                          .weight = on(dev, &one, sizeof one),
+                                          .there = plan.there,
                                           .lane = lane,
                                           .rows = 1,
                                           .active = 1,
@@ -326,14 +430,20 @@ static void test_deadline(void **state)
         if (!late)
             hx_lane_awake(lane);
         assert_int_equal(hx_op_plan(dev, &plan, &err), 0);
-        assert_int_equal(here[0], -1);
-        assert_int_equal(there[0], 1);
-        assert_int_equal(log[0], 1 | HX_SIDE_LANE << 24);
+        assert_int_equal(value_of(dev, plan.here), -1);
+        assert_int_equal(value_of(dev, plan.there), 1);
+        assert_int_equal(value_of(dev, plan.log), 1 | HX_SIDE_LANE << 24);
         assert_int_equal(hx_op_combine(dev, &combine, &err), 0);
+        assert_int_equal(value_of(dev, combine.y), 0);
         assert_int_equal(hx_lane_late(lane, &err), late ? HX_EDEVICE : 0);
         if (late)
             assert_non_null(strstr(err.msg, "no answer within"));
         assert_int_equal(hx_lane_late(lane, &err), 0);
+        hx_buf all[] = { plan.here,    plan.there,    plan.log,  plan.id,
+                         plan.x,       plan.resident, combine.y, combine.base,
+                         combine.part, combine.weight };
+        for (size_t i = 0; i < HX_LEN(all); i++)
+            hx_dev_free(dev, &all[i]);
         hx_lane_close(lane);
         hx_dev_close(dev);
     }
@@ -345,6 +455,7 @@ int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_tiers),
+        cmocka_unit_test(test_one_copy),
         cmocka_unit_test(test_refusals),
         cmocka_unit_test(test_deadline),
     };

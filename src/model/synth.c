@@ -234,6 +234,12 @@ static void make_layer(synth *s, int64_t l, hx_layer *w, const hx_json *routing)
     w->router = bf16(s, d->n_expert, d->width);
     w->router_bias = constant(s, d->n_expert, 0);
     set_router_bias(s, l, w->router_bias, routing);
+}
+
+static void make_experts(synth *s, hx_layer *w)
+{
+    const hx_desc *d = &s->m->desc;
+
     for (int64_t e = 0; e < d->n_expert; e++) {
         const hx_expert made = make_mlp(s, d->expert_width, 3);
 
@@ -261,6 +267,10 @@ static void walk(synth *s, const hx_json *routing)
         make_layer(s, l, &m->layer[l], routing);
     }
     m->head = exl3(s, d->n_vocab, d->width, 6);
+    /* All of them together: what lies between would be locked with them. */
+    for (int64_t l = 0; l < d->n_layer; l++)
+        if (d->ffn[l] == HX_FFN_MOE)
+            make_experts(s, &m->layer[l]);
 }
 
 /* ---- filling ----------------------------------------------------------- */
@@ -381,7 +391,8 @@ static int build(synth *s, const char *spec, const hx_json *config,
                  const hx_json *routing, hx_load_fn *on_load, void *ud)
 {
     hx_model *m = s->m;
-    const uint64_t ram = hx_sys_mem_bytes();
+    const uint64_t ram = hx_sys_mem_bytes(),
+                   most = HX_MIN(ram - ram / 16, hx_sys_mem_free_bytes());
     int rc;
 
     if ((rc = hx_arch_glm5_next.config(&m->desc, config, "glm-5.3-flash.json", s->err)) !=
@@ -396,11 +407,13 @@ static int build(synth *s, const char *spec, const hx_json *config,
     if (m->layer == NULL)
         return hx_fail(s->err, HX_ENOMEM, "synthetic model: no memory for its layers");
     walk(s, routing);
-    if (s->at > ram - ram / 16)
-        return hx_fail(s->err, HX_ENOMEM,
-                       "%s: needs %.1f GiB of memory, this process may use %.1f GiB; ask "
-                       "for fewer layers or experts",
-                       spec, (double)s->at / (1 << 30), (double)ram / (1 << 30));
+    if (s->at > most)
+        return hx_fail(
+            s->err, HX_ENOMEM,
+            "%s: needs %.1f GiB of memory, %.1f of %.1f GiB are available; end "
+            "what else uses it, or ask for fewer layers or experts",
+            spec, (double)s->at / (1 << 30), (double)most / (1 << 30),
+            (double)ram / (1 << 30));
     m->synth_bytes = s->at;
     s->region = hx_new(region, s->n_region);
     if (s->region == NULL || (m->synth = hx_map(s->at, true)) == NULL)

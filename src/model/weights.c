@@ -772,6 +772,17 @@ const char *hx_weights_file(const hx_weights *w, const hx_tensor *t)
     return w->file[t->file].name;
 }
 
+bool hx_weights_holds(const hx_weights *w, const void *p)
+{
+    const uint8_t *b = p;
+    int32_t i = 0;
+
+    while (i < w->n_file &&
+           !(b >= w->file[i].map.p && b < w->file[i].map.p + w->file[i].map.n))
+        i++;
+    return i < w->n_file;
+}
+
 /* ---- open, close, read in -------------------------------------------- */
 
 int hx_weights_open(hx_weights **out, const char *dir, hx_err *err)

@@ -68,6 +68,7 @@ int64_t hx_weights_count(const hx_weights *w);
 const hx_tensor *hx_weights_at(const hx_weights *w, int64_t i);
 uint64_t hx_weights_bytes(const hx_weights *w);                       /* of all tensors */
 const char *hx_weights_file(const hx_weights *w, const hx_tensor *t); /* its name */
+bool hx_weights_holds(const hx_weights *w, const void *p); /* in a mapped file? */
 const char *hx_dtype_name(hx_dtype d);
 
 /* The matrix of linear key, n outputs and k inputs: KEY.trellis with its companions

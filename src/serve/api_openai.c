@@ -552,6 +552,7 @@ void hx_openai_add(hx_openai_sum *s, const hx_gen_event *ev, bool new_prompt)
     s->n_answer += ev->n_answer;
     s->n_reasoning += ev->n_reasoning;
     s->times = ev->times;
+    s->experts = ev->experts;
     s->miss = ev->miss;
     s->miss_pos = ev->miss_pos;
 }
@@ -580,17 +581,27 @@ void hx_openai_write_timings(hx_sb *b, const hx_openai_sum *s)
     const double prompt_ms = (double)(first - t->started_us) / 1e3;
     const double answer_ms = (double)(t->done_us - first) / 1e3;
     const int64_t n_read = s->n_prompt - s->n_cached;
+    const hx_expert_use *u = &s->experts;
+    const int64_t all = u->here + u->link + u->lane + u->ahead;
 
     hx_sb_printf(
         b,
         "\"timings\":{\"prompt_n\":%lld,\"prompt_ms\":%.3f,\"prompt_per_second\":%.2f,"
         "\"predicted_n\":%lld,\"predicted_ms\":%.3f,\"predicted_per_second\":%.2f,"
         "\"queue_ms\":%.3f,\"cache_n\":%lld,\"cache_miss\":\"%s\","
-        "\"cache_miss_at\":%lld}",
+        "\"cache_miss_at\":%lld",
         (long long)n_read, prompt_ms, per_second(n_read, prompt_ms),
         (long long)s->n_answer, answer_ms, per_second(s->n_answer, answer_ms),
         (double)(t->started_us - t->queued_us) / 1e3, (long long)s->n_cached,
         s->miss == HX_MISS_NONE ? "" : hx_miss_name(s->miss), (long long)s->miss_pos);
+    if (all > 0)
+        hx_sb_printf(b,
+                     ",\"experts\":{\"here\":%lld,\"link\":%lld,\"lane\":%lld,"
+                     "\"ahead\":%lld,\"hit_rate\":%.4f,\"wait_ms\":%.3f}",
+                     (long long)u->here, (long long)u->link, (long long)u->lane,
+                     (long long)u->ahead, (double)u->here / (double)all,
+                     (double)u->wait_us / 1e3);
+    hx_sb_char(b, '}');
 }
 
 void hx_openai_write_progress(hx_sb *b, const hx_gen_progress *p)

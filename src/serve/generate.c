@@ -454,7 +454,8 @@ static int take_end(hx_gen *g, answer *a, const hx_event *ev, hx_err *err)
                               .miss_pos = ev->miss_pos,
                               .n_answer = ev->generated,
                               .n_reasoning = a->n_reasoning,
-                              .times = ev->times });
+                              .times = ev->times,
+                              .experts = ev->experts });
     return rc;
 }
 

@@ -320,6 +320,7 @@ typedef struct {
     hx_miss miss; /* why not more of the prompt was cached, from miss_pos on */
     int64_t miss_pos;
     hx_times times;
+    hx_expert_use experts;
 } hx_gen_event;
 
 /* How far a prompt is, for who asked with return_progress. */
@@ -495,6 +496,7 @@ typedef struct {
     hx_miss miss; /* of the prompt that came last */
     int64_t miss_pos;
     hx_times times; /* of the answer that ended last */
+    hx_expert_use experts;
 } hx_openai_sum;
 void hx_openai_add(hx_openai_sum *s, const hx_gen_event *ev, bool new_prompt);
 void hx_openai_write_timings(hx_sb *b, const hx_openai_sum *s);

@@ -95,6 +95,7 @@ int hx_server_problem_err(hx_call *c, int rc, const char *param, const hx_err *e
         { HX_EUNSUP, 400, "unsupported_value" },  { HX_ELIMIT, 400, "limit_exceeded" },
         { HX_ENOMEM, 503, "out_of_memory" },      { HX_ECANCEL, 503, "shutting_down" },
         { HX_EBUSY, 429, "rate_limit_exceeded" }, { HX_EDEVICE, 503, "engine_fault" },
+        { HX_ELOST, 503, "device_lost" },
     };
 
     for (size_t i = 0; i < HX_LEN(map); i++)

@@ -1,0 +1,328 @@
+/* cuda_fail.cc - what a user reads when the GPU, its driver or locked memory is not as it should
+ * be: cuda.cu and cuda_lane.cu on a CUDA runtime that answers as the test says. Needs nvcc and no
+ * GPU; tests/suite_cuda.sh builds and runs it. Where the real runtime's answers differ from these
+ * is for tests on a GPU to find. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+
+#include <cuda_runtime_api.h>
+
+#include "dev/cuda_dev.h"
+
+/* ---- the runtime ---------------------------------------------------------- */
+
+static struct {
+    cudaError_t count, set, image, alloc, lock, sync; /* what these calls answer */
+    cudaError_t sticky;                               /* every call, from now on */
+    int n_gpu, driver, major;
+    size_t free_bytes, elsewhere; /* the GPU sees host memory so far from where it is */
+} gpu;
+
+static cudaError_t say(cudaError_t rc)
+{
+    return gpu.sticky != cudaSuccess ? gpu.sticky : rc;
+}
+
+/* Everything that these files call; handles are never looked into. */
+#define OK(name, ...)                                                                    \
+    extern "C" cudaError_t CUDARTAPI name(__VA_ARGS__)                                   \
+    {                                                                                    \
+        return say(cudaSuccess);                                                         \
+    }
+OK(cudaSetDeviceFlags, unsigned)
+OK(cudaStreamDestroy, cudaStream_t)
+OK(cudaEventDestroy, cudaEvent_t)
+OK(cudaEventRecord, cudaEvent_t, cudaStream_t)
+OK(cudaEventQuery, cudaEvent_t)
+OK(cudaEventSynchronize, cudaEvent_t)
+OK(cudaStreamWaitEvent, cudaStream_t, cudaEvent_t, unsigned)
+OK(cudaMemsetAsync, void *, int, size_t, cudaStream_t)
+OK(cudaMemcpyAsync, void *, const void *, size_t, cudaMemcpyKind, cudaStream_t)
+OK(cudaHostUnregister, void *)
+
+extern "C" cudaError_t CUDARTAPI cudaGetLastError(void)
+{
+    return gpu.sticky;
+}
+
+extern "C" cudaError_t CUDARTAPI cudaDriverGetVersion(int *v)
+{
+    *v = gpu.driver;
+    return cudaSuccess;
+}
+
+extern "C" cudaError_t CUDARTAPI cudaGetDeviceCount(int *n)
+{
+    *n = gpu.n_gpu;
+    return say(gpu.count);
+}
+
+extern "C" cudaError_t CUDARTAPI cudaSetDevice(int)
+{
+    return say(gpu.set);
+}
+
+extern "C" cudaError_t CUDARTAPI cudaGetDeviceProperties(cudaDeviceProp *p, int)
+{
+    memset(p, 0, sizeof *p);
+    snprintf(p->name, sizeof p->name, "Test GPU");
+    p->major = gpu.major;
+    p->multiProcessorCount = 4;
+    return say(cudaSuccess);
+}
+
+extern "C" cudaError_t CUDARTAPI cudaFuncGetAttributes(cudaFuncAttributes *, const void *)
+{
+    return say(gpu.image);
+}
+
+extern "C" cudaError_t CUDARTAPI cudaMemGetInfo(size_t *free_bytes, size_t *total)
+{
+    *free_bytes = gpu.free_bytes;
+    *total = (size_t)24 << 30;
+    return say(cudaSuccess);
+}
+
+extern "C" cudaError_t CUDARTAPI cudaMalloc(void **p, size_t n)
+{
+    *p = say(gpu.alloc) == cudaSuccess ? calloc(1, n) : NULL;
+    return say(gpu.alloc);
+}
+
+extern "C" cudaError_t CUDARTAPI cudaFree(void *p)
+{
+    free(p);
+    return say(cudaSuccess);
+}
+
+extern "C" cudaError_t CUDARTAPI cudaMallocHost(void **p, size_t n)
+{
+    *p = say(gpu.lock) == cudaSuccess ? calloc(1, n) : NULL;
+    return say(gpu.lock);
+}
+
+extern "C" cudaError_t CUDARTAPI cudaHostAlloc(void **p, size_t n, unsigned)
+{
+    return cudaMallocHost(p, n);
+}
+
+extern "C" cudaError_t CUDARTAPI cudaFreeHost(void *p)
+{
+    return cudaFree(p);
+}
+
+extern "C" cudaError_t CUDARTAPI cudaHostRegister(void *, size_t, unsigned)
+{
+    return say(gpu.lock);
+}
+
+extern "C" cudaError_t CUDARTAPI cudaHostGetDevicePointer(void **to, void *p, unsigned)
+{
+    *to = (char *)p + gpu.elsewhere;
+    return say(cudaSuccess);
+}
+
+extern "C" cudaError_t CUDARTAPI cudaStreamCreateWithFlags(cudaStream_t *s, unsigned)
+{
+    *s = (cudaStream_t)&gpu;
+    return say(cudaSuccess);
+}
+
+extern "C" cudaError_t CUDARTAPI cudaEventCreateWithFlags(cudaEvent_t *e, unsigned)
+{
+    *e = (cudaEvent_t)&gpu;
+    return say(cudaSuccess);
+}
+
+extern "C" cudaError_t CUDARTAPI cudaStreamSynchronize(cudaStream_t)
+{
+    return say(gpu.sync);
+}
+
+extern "C" const char *CUDARTAPI cudaGetErrorString(cudaError_t rc)
+{
+    return rc == cudaErrorMemoryAllocation ? "out of memory" : "as the test says";
+}
+
+/* What nvcc's own code calls before main(). */
+extern "C" void **__cudaRegisterFatBinary(void *)
+{
+    return NULL;
+}
+extern "C" void __cudaRegisterFatBinaryEnd(void **)
+{
+}
+extern "C" void __cudaUnregisterFatBinary(void **)
+{
+}
+extern "C" void __cudaRegisterFunction(void **, const char *, char *, const char *, int,
+                                       uint3 *, uint3 *, dim3 *, dim3 *, int *)
+{
+}
+extern "C" char __cudaInitModule(void **)
+{
+    return 1;
+}
+
+/* ---- the rest of the device ------------------------------------------------ */
+
+typedef struct {
+    int any;
+} hx_cuda; /* as cuda_dev.h has it for nvcc */
+
+size_t hx_cuda_ops_scratch_bytes(const hx_dev_limits *)
+{
+    return 1024;
+}
+size_t hx_cuda_product_scratch_bytes(const hx_dev_limits *, int)
+{
+    return 1024;
+}
+size_t hx_cuda_sample_scratch_bytes(const hx_dev_limits *)
+{
+    return 1024;
+}
+size_t hx_cuda_attn_scratch_bytes(const hx_dev_limits *, int)
+{
+    return 1024;
+}
+size_t hx_cuda_chunk_scratch_bytes(const hx_dev_limits *)
+{
+    return 1024;
+}
+int hx_cuda_tables_open(hx_cuda *, const hx_dev_limits *, hx_err *)
+{
+    return 0;
+}
+void hx_cuda_tables_close(hx_cuda *)
+{
+}
+
+/* ---- checks ------------------------------------------------------------------- */
+
+static int bad;
+
+/* Of one situation: the code, and words of the sentence. */
+static void check(const char *name, int rc, int want, const hx_err *err, const char *words)
+{
+    const bool ok = rc == want && (rc == 0 || strstr(err->msg, words) != NULL);
+
+    if (ok)
+        printf("ok cuda_%s\n", name);
+    else
+        printf("not ok cuda_%s: %d \"%s\", expected %d \"%s\"\n", name, rc,
+               rc != 0 ? err->msg : "", want, words);
+    bad += !ok;
+}
+
+static void well(void)
+{
+    memset(&gpu, 0, sizeof gpu);
+    gpu.n_gpu = 1;
+    gpu.driver = CUDART_VERSION;
+    gpu.major = 9;
+    gpu.free_bytes = (size_t)20 << 30;
+}
+
+static int open_it(hx_dev *d, const char *name, hx_err *err)
+{
+    hx_dev_opt opt = {};
+
+    memset(d, 0, sizeof *d);
+    opt.name = name;
+    d->ops = &hx_cuda_ops;
+    return hx_cuda_open(d, &opt, err);
+}
+
+static void check_open(const char *name, int want, const char *words)
+{
+    hx_err err = {};
+    hx_dev d;
+
+    const int rc = open_it(&d, strcmp(name, "number") == 0 ? "cuda:3" : "cuda", &err);
+    check(name, rc, want, &err, words);
+    hx_cuda_close(&d);
+    well();
+}
+
+static void opens(void)
+{
+    well();
+    check_open("opens", 0, "");
+    gpu.driver = 0, gpu.count = cudaErrorInsufficientDriver;
+    check_open("no_driver", HX_EUNSUP, "has no NVIDIA driver; install one");
+    gpu.driver = 12040, gpu.count = cudaErrorInsufficientDriver;
+    check_open("old_driver", HX_EUNSUP, "serves CUDA 12.4 and this program needs 13.");
+    gpu.n_gpu = 0, gpu.count = cudaErrorNoDevice;
+    check_open("no_gpu", HX_EUNSUP, "sees no GPU (is CUDA_VISIBLE_DEVICES set?)");
+    gpu.count = cudaErrorSystemDriverMismatch;
+    check_open("driver_updated", HX_EDEVICE, "restart the machine");
+    check_open("number", HX_EARG, "there are cuda:0 to cuda:0");
+    gpu.major = 7;
+    check_open("old_gpu", HX_EUNSUP, "compute capability 7.0, at least 8.0 is needed");
+    gpu.image = cudaErrorNoKernelImageForDevice;
+    check_open("no_code", HX_EUNSUP, "use the portable build");
+    gpu.set = cudaErrorDevicesUnavailable;
+    check_open("busy", HX_EDEVICE, "another process has the GPU for itself");
+    gpu.alloc = cudaErrorMemoryAllocation, gpu.free_bytes = 1 << 20;
+    check_open("full", HX_ENOMEM, "1.0 of 24576.0 are free; end what else uses the GPU");
+    gpu.lock = cudaErrorMemoryAllocation;
+    check_open("no_staging", HX_ENOMEM, "staging: the system refuses to lock 1.0 MiB");
+    gpu.sticky = cudaErrorECCUncorrectable;
+    check_open("ecc_at_open", HX_EDEVICE, "reset the GPU");
+}
+
+static void pins(hx_dev *d)
+{
+    const struct rlimit small = { 8 << 20, 8 << 20 };
+    static char page[4096];
+    hx_err err = {};
+    hx_buf b;
+
+    gpu.lock = cudaErrorMemoryAllocation;
+    check("shared", hx_cuda_link.shared(d, &b, 4096, &err), HX_ENOMEM, &err,
+          "shared memory: the system refuses");
+    setrlimit(RLIMIT_MEMLOCK, &small);
+    check("memlock", hx_cuda_link.pin(d, page, sizeof page, &err), HX_ENOMEM, &err,
+          "limit on locked memory: 8.0 MiB, ulimit -l unlimited lifts it; WSL locks at most "
+          "half");
+    well();
+    gpu.elsewhere = 64;
+    check("addresses", hx_cuda_link.pin(d, page, sizeof page, &err), HX_EUNSUP, &err,
+          "other addresses");
+    well();
+    check("pin", hx_cuda_link.pin(d, page, sizeof page, &err), 0, &err, "");
+}
+
+static void losses(hx_dev *d)
+{
+    char x[64];
+    hx_err err = {};
+    const hx_buf from = { x, sizeof x };
+
+    gpu.sync = cudaErrorLaunchOutOfResources;
+    check("passing", d->ops->get(d, x, from, sizeof x, &err), HX_EDEVICE, &err,
+          "get: the GPU reports: as the test says");
+    gpu.sticky = cudaErrorLaunchFailure;
+    check("xid", d->ops->get(d, x, from, sizeof x, &err), HX_ELOST, &err,
+          "the GPU is lost: as the test says; the kernel log (dmesg, NVRM: Xid) says more");
+    gpu.sticky = cudaErrorECCUncorrectable;
+    check("ecc", d->ops->put(d, from, x, sizeof x, &err), HX_ELOST, &err,
+          "if it comes again, replace the GPU");
+    well();
+}
+
+int main(void)
+{
+    hx_err err = {};
+    hx_dev d;
+
+    opens();
+    check("again", open_it(&d, "cuda:0", &err), 0, &err, "");
+    pins(&d);
+    losses(&d);
+    hx_cuda_close(&d);
+    return bad != 0;
+}

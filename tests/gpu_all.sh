@@ -1,0 +1,41 @@
+#!/bin/bash
+# make test-gpu: every test that needs a GPU. Last line: "N passed, N failed, N skipped", of programs.
+#   tests/gpu_all.sh BUILD
+build=$1 passed=0 failed=0 skipped=0
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+try() {          # NAME COMMAND…
+    local name=$1 start=$SECONDS word=ok
+    shift
+    timeout 900 "$@" >"$log" 2>&1 && ! grep -q '^not ok' "$log" || word='not ok'
+    echo "$word gpu_$name  $((SECONDS - start)) s"
+    if [ "$word" = ok ]; then
+        passed=$((passed + 1))
+    else
+        failed=$((failed + 1))
+        grep -vE '^(ok |\[ (RUN|      OK))' "$log" | tail -n 40
+    fi
+}
+
+# Kernels by themselves, against double and the CPU's bits.
+RUN=0 try builds tests/gpu.sh build/gpu
+try decode build/gpu/cuda_check check moe
+try rows build/gpu/cuda_gemm check experts
+try prefill build/gpu/cuda_prefill check
+try encode build/gpu/cuda_encode check
+try ops "$build/test/ops_test" --gpu
+# Through the model and the engine: wherever an expert ran, the same answer.
+try model "$build/test/model_test" cuda
+try store "$build/test/store_test" --gpu
+try lend "$build/test/lend_test" --gpu
+try lost "$build/test/health_test" test_lost cuda
+sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
+if [ -x "$sanitizer" ]; then
+    try memcheck "$sanitizer" --error-exitcode 1 build/gpu/cuda_prefill small
+    try memcheck_ops "$sanitizer" --error-exitcode 1 "$build/test/ops_test" --gpu
+else
+    echo "SKIP memcheck: no compute-sanitizer"
+    skipped=1
+fi
+echo "$passed passed, $failed failed, $skipped skipped"
+[ "$failed" = 0 ]

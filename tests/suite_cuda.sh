@@ -1,0 +1,44 @@
+#!/bin/bash
+# What of the GPU code can be tested without a GPU: that it compiles for every kind of target, and what is
+# said about drivers, GPUs and locked memory. `make cuda-all` makes machine code for all of them (half an hour).
+#   tests/suite_cuda.sh BUILD
+export nvcc=$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)
+if [ ! -x "$nvcc" ]; then
+    echo "SKIP cuda: no nvcc"
+    exit 0
+fi
+export dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+
+# To PTX, hardly optimised: seconds a file. The text is chosen by 80 (as 86), 89, 90a, and 120a (as 121a); where
+# there must be none of an architecture's instructions only ptxas would refuse them.
+ptx() {
+    local f=$1 out=$dir/$2-$(basename "$1").ptx
+    "$nvcc" -std=c++17 --fmad=false -Iinclude -Isrc -arch=compute_$2 -Xcicc -O0 -ptx "$f" -o "$out" 2>&1 |
+        grep -m 3 -E 'error|fatal'
+    [ -s "$out" ] || echo "$f: nothing came"
+    case $2 in
+    80) grep -m 1 -HE 'wgmma|setmaxnreg|cp\.async\.bulk|griddepcontrol|cvt[.a-z0-9]*\.e4m3' "$out" ;;
+    89) grep -m 1 -HE 'wgmma|setmaxnreg|cp\.async\.bulk|griddepcontrol' "$out" ;;
+    120a) grep -m 1 -HE 'wgmma|setmaxnreg' "$out" ;;
+    esac
+}
+export -f ptx
+for arch in 80 89 90a 120a; do
+    log=$(ls src/dev/*.cu | xargs -P 2 -I F bash -c "ptx F $arch")
+    if [ -z "$log" ]; then echo "ok cuda_compiles_$arch"; else echo "not ok cuda_compiles_$arch: ${log:0:500}"; fi
+done
+
+fail_test() {
+    for f in cuda cuda_lane; do
+        "$nvcc" -std=c++17 -arch=sm_80 -O1 -Iinclude -Isrc -c src/dev/$f.cu -o "$dir/$f.o" || return 1
+    done
+    gcc -std=c11 -D_GNU_SOURCE -O1 -Iinclude -Isrc -c src/base/base.c -o "$dir/base.o" &&
+        g++ -std=c++17 -O1 -Wall -no-pie -pthread -Iinclude -Isrc -I"${nvcc%/bin/nvcc}/include" tests/cuda_fail.cc \
+            "$dir"/*.o -Wl,--unresolved-symbols=ignore-all -o "$dir/cuda_fail"      # operations: none is called
+}
+if log=$(fail_test 2>&1); then
+    "$dir/cuda_fail"
+else
+    echo "not ok cuda_fail: $(echo "$log" | grep -E 'error|undefined' | head -n 5)"
+fi
