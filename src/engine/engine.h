@@ -68,6 +68,14 @@ void hx_sched_pick_decoded(hx_costs *c, hx_pick_state *s, int32_t rows, float us
 void hx_sched_pick_read(hx_costs *c, hx_pick_state *s, int64_t layer, int64_t blocks,
                         bool full, float us);
 
+/* ---- what sequence memory gets (engine.c) ----------------------------- */
+
+typedef struct {
+    uint64_t budget_bytes, slot_bytes, page_bytes;
+    int64_t ctx_tokens; /* that must fit; 0: as many as do */
+    bool fewer;         /* streams than are named, if that is better */
+} hx_cache_want;
+
 /* ---- sampling state (sample.c) ---------------------------------------- */
 
 /* Ids seen so far with their counts; only kept when a penalty asks for it. */

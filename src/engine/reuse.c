@@ -38,9 +38,16 @@ static void find_roles(hx_reuse *r, const hx_engine *e)
     }
 }
 
-static uint64_t default_ram_bytes(void)
+/* Weights are in host memory, too, unless a GPU has them all. */
+static uint64_t default_ram_bytes(const hx_engine *e)
 {
-    return HX_MIN(hx_sys_mem_bytes() / 8, UINT64_C(16) << 30);
+    const uint64_t all = hx_sys_mem_bytes(),
+                   taken = hx_dev_is_host(e->dev) || e->model->store != NULL
+                               ? e->model->weight_bytes
+                               : 0,
+                   left = all > taken ? (all - taken) / 2 : 0;
+
+    return HX_MAX(HX_MIN(HX_MIN(all / 8, left), UINT64_C(16) << 30), all / 64);
 }
 
 int hx_reuse_open(hx_engine *e, const hx_options *opt, hx_err *err)
@@ -52,7 +59,7 @@ int hx_reuse_open(hx_engine *e, const hx_options *opt, hx_err *err)
         return hx_fail(err, HX_ENOMEM, "kept prefixes: no memory");
     pthread_cond_init(&r->answered, NULL);
     r->mode = opt->prefix;
-    r->ram_bytes = opt->park_ram_bytes != 0 ? opt->park_ram_bytes : default_ram_bytes();
+    r->ram_bytes = opt->park_ram_bytes != 0 ? opt->park_ram_bytes : default_ram_bytes(e);
     e->info.park_ram_bytes = r->mode != HX_PREFIX_OFF ? r->ram_bytes : 0;
     find_roles(r, e);
     if ((rc = hx_prefix_open(&r->tree, e->cache, r->ram_bytes,

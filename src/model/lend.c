@@ -1,5 +1,6 @@
-/* lend.c - slots of the expert store lent to long prompts: two halves that take whole
- * layers' experts in turn, one layer ahead, and workspace before them. See store.h.
+/* lend.c - slots of the expert store lent to long prompts: two places that take a layer's
+ * experts, or parts of them where slots are few, in turn and one ahead; and workspace before
+ * them. See store.h.
  *
  * The device's one list of operations keeps all apart: who was in a slot is announced gone
  * before the slot is written, pushes begin after the operations before them, and operations
@@ -10,19 +11,20 @@
 #include "model/model.h"
 #include "model/store.h"
 
-/* Where a whole layer's experts go. */
+/* Where a part of a layer's experts goes. */
 struct hx_stage {
-    int64_t layer; /* whose; -1: nobody's */
+    int64_t part;  /* which: layer * n_part + its number there; -1: none */
     int64_t begun; /* experts before this one are there or on their way */
     uint64_t ticket;
-    hx_buf at;     /* hx_lease [E] on the device */
+    hx_buf at;     /* hx_lease [E] on the device; those of other parts mean nothing */
     hx_lease *row; /* [E] the same, locked host memory */
     hx_buf shared;
-    int32_t slot0; /* first of the E slots */
+    int32_t slot0; /* first of its slots */
 };
 
 struct hx_lend {
     struct hx_stage stage[2];
+    int64_t n_part, n_in_part; /* of a layer; experts in each, but maybe the last */
     hx_buf told; /* i32 [n_layer, TOLD_ROWS, A] locked host memory: picks of a prompt */
     int64_t *n_told; /* [n_layer] how many */
     int32_t next;    /* slots from here on may have nobody yet */
@@ -45,12 +47,28 @@ bool hx_lend_is_on(const hx_store *s)
     return s->clock.n_slot < s->n_all_slot;
 }
 
-/* Decode keeps an eighth of its slots. */
-uint64_t hx_store_lendable(const hx_store *s)
+static int64_t in_part(const hx_store *s, int64_t n_part)
 {
-    const int64_t n = s->n_all_slot - s->n_all_slot / 8 - 2 * s->n_expert;
+    return (s->n_expert + n_part - 1) / n_part;
+}
+
+/* Decode keeps an eighth of its slots. */
+uint64_t hx_store_lendable(const hx_store *s, int64_t n_part)
+{
+    const int64_t n = s->n_all_slot - s->n_all_slot / 8 - 2 * in_part(s, n_part);
 
     return s->lend != NULL && n > 0 ? (uint64_t)n * s->record_bytes : 0;
+}
+
+void hx_store_cut(hx_store *s, int64_t n_part)
+{
+    struct hx_lend *l = s->lend;
+
+    hx_assert(hx_store_lendable(s, n_part) > 0 && !hx_lend_is_on(s));
+    l->n_in_part = in_part(s, n_part);
+    l->n_part = (s->n_expert + l->n_in_part - 1) / l->n_in_part;
+    for (int i = 0; i < 2; i++)
+        l->stage[i].slot0 = s->n_all_slot - (int32_t)((2 - i) * l->n_in_part);
 }
 
 /* How often an expert must have been picked to be among the n picked most that live in
@@ -133,7 +151,7 @@ static int lend_from(hx_store *s, int32_t first, hx_err *err)
     s->clock.n_slot = first;
     s->clock.hand = 0;
     hx_store_drop_moves(s, first);
-    l->stage[0].layer = l->stage[1].layer = -1;
+    l->stage[0].part = l->stage[1].part = -1;
     if ((rc = hx_dev_push_mark(s->dev, &pushes, err)) != 0)
         return rc;
     return hx_dev_await_push(s->dev, pushes, err);
@@ -195,7 +213,7 @@ int hx_lend_end(hx_store *s, hx_err *err)
     if (l == NULL || (hx_lend_is_on(s) && l->keep))
         return 0;
     if (hx_lend_is_on(s)) {
-        l->stage[0].layer = l->stage[1].layer = -1;
+        l->stage[0].part = l->stage[1].part = -1;
         l->next = s->clock.n_slot;
         s->clock.n_slot = s->n_all_slot;
         count_told(s);
@@ -211,11 +229,27 @@ int hx_lend_end(hx_store *s, hx_err *err)
 
 /* ---- a layer's experts ----------------------------------------------------------------- */
 
-/* Starts bringing a layer's experts to a half: those before end that are not on their way
+static int64_t layer_of(const hx_store *s, int64_t part)
+{
+    return part / s->lend->n_part;
+}
+
+static int64_t first_of(const hx_store *s, int64_t part)
+{
+    return part % s->lend->n_part * s->lend->n_in_part;
+}
+
+static int64_t end_of(const hx_store *s, int64_t part)
+{
+    return HX_MIN(first_of(s, part) + s->lend->n_in_part, s->n_expert);
+}
+
+/* Starts bringing a part to its place: the experts before end that are not on their way
  * yet. Runs of neighbours go as one push. */
 static int stage_experts(hx_store *s, struct hx_stage *h, int64_t end, hx_err *err)
 {
-    const int64_t item0 = h->layer * s->n_expert;
+    const int64_t item0 = layer_of(s, h->part) * s->n_expert;
+    const int32_t slot0 = h->slot0 - (int32_t)first_of(s, h->part); /* of expert 0 */
     int64_t run = 0; /* experts before h->begun that wait to go together */
     int rc;
 
@@ -226,7 +260,7 @@ static int stage_experts(hx_store *s, struct hx_stage *h, int64_t end, hx_err *e
 
         if (run > 0 &&
             (e == end || slot >= 0 || home != s->home[item0 + e - 1] + s->record_bytes)) {
-            const hx_buf to = hx_store_slot(s, h->slot0 + (int32_t)(e - run));
+            const hx_buf to = hx_store_slot(s, slot0 + (int32_t)(e - run));
             const size_t bytes = (size_t)run * s->record_bytes;
 
             s->stats.stage_bytes += bytes;
@@ -236,11 +270,10 @@ static int stage_experts(hx_store *s, struct hx_stage *h, int64_t end, hx_err *e
         }
         if (e == end)
             break;
-        h->row[e] =
-            hx_store_lease(s, item0 + e, slot >= 0 ? slot : h->slot0 + (int32_t)e);
+        h->row[e] = hx_store_lease(s, item0 + e, slot >= 0 ? slot : slot0 + (int32_t)e);
         run += slot < 0;
     }
-    if (end < s->n_expert)
+    if (end < end_of(s, h->part))
         return 0;
     if ((rc = hx_dev_push(s->dev, h->at, h->row, h->at.n, err)) != 0)
         return rc;
@@ -249,14 +282,14 @@ static int stage_experts(hx_store *s, struct hx_stage *h, int64_t end, hx_err *e
 
 static int stage_rest(hx_store *s, struct hx_stage *h, hx_err *err)
 {
-    return h->layer < 0 || h->begun == s->n_expert
+    return h->part < 0 || h->begun == end_of(s, h->part)
                ? 0
-               : stage_experts(s, h, s->n_expert, err);
+               : stage_experts(s, h, end_of(s, h->part), err);
 }
 
-/* A layer gets a half, after all operations so far. */
-static int stage_layer(hx_store *s, struct hx_stage *h, int64_t layer, int64_t end,
-                       hx_err *err)
+/* A part gets a place, after all operations so far. */
+static int stage_part(hx_store *s, struct hx_stage *h, int64_t part, int64_t end,
+                      hx_err *err)
 {
     const int rc = hx_dev_hold_push(s->dev, err);
 
@@ -264,17 +297,25 @@ static int stage_layer(hx_store *s, struct hx_stage *h, int64_t layer, int64_t e
         return rc;
     while (h->ticket != 0 && !hx_dev_pushed(s->dev, h->ticket))
         sched_yield(); /* its table is still being read */
-    h->layer = layer;
-    h->begun = 0;
+    h->part = part;
+    h->begun = first_of(s, part);
     return stage_experts(s, h, end, err);
 }
 
 int hx_store_stage(hx_store *s, hx_err *err)
 {
+    struct hx_lend *l = s->lend;
     int rc = 0;
 
-    for (int i = 0; rc == 0 && s->lend != NULL && i < 2; i++)
-        rc = stage_rest(s, &s->lend->stage[i], err);
+    for (int i = 0; rc == 0 && l != NULL && i < 2; i++)
+        rc = stage_rest(s, &l->stage[i], err);
+    /* Behind a layer's first part the second finds room: the layer before is done. */
+    for (int i = 0; rc == 0 && l != NULL && l->n_part > 1 && i < 2; i++) {
+        const int64_t second = l->stage[i].part + 1;
+
+        if (second > 0 && second % l->n_part == 1 && l->stage[!i].part != second)
+            rc = stage_part(s, &l->stage[!i], second, end_of(s, second), err);
+    }
     return rc;
 }
 
@@ -283,42 +324,59 @@ int hx_store_lend(hx_store *s, uint64_t bytes, hx_buf *out, hx_err *err)
     struct hx_stage *h = s->lend->stage;
     const int32_t first =
         h->slot0 - (int32_t)((bytes + s->record_bytes - 1) / s->record_bytes);
-    const int64_t layer = next_moe(s, -1);
+    const int64_t part = next_moe(s, -1) * s->lend->n_part;
     int rc;
 
-    hx_assert(bytes <= hx_store_lendable(s));
+    hx_assert(bytes <= hx_store_lendable(s, s->lend->n_part));
     *out = hx_store_slot(s, first);
     out->n = bytes;
     s->lend->keep = true;
-    if ((rc = lend_from(s, first, err)) != 0 || h[1].layer == layer || h->layer == layer)
+    if ((rc = lend_from(s, first, err)) != 0 || h[1].part == part || h->part == part)
         return rc;
     /* Layers before it run meanwhile. */
-    return stage_layer(s, h, layer, s->n_expert, err);
+    return stage_part(s, h, part, end_of(s, part), err);
 }
 
-int hx_store_prefill(hx_store *s, int64_t layer, int64_t rows, hx_moe_args *moe,
-                     hx_err *err)
+/* What is worked with after a part; -1: nothing. */
+static int64_t part_after(const hx_store *s, const hx_store_call *c, int64_t part)
 {
-    const int64_t next = next_moe(s, layer);
+    const int64_t n = s->lend->n_part, layer = next_moe(s, c->layer);
+
+    if ((part + 1) % n != 0)
+        return part + 1;
+    if (n > 1 && !c->last)
+        return c->layer * n;
+    return layer >= 0 ? layer * n : -1;
+}
+
+int hx_store_prefill(hx_store *s, const hx_store_call *c, hx_moe_args *moe, hx_err *err)
+{
+    struct hx_lend *l = s->lend;
     struct hx_stage *h, *other;
+    int64_t part, next;
     int rc;
 
-    moe->at = hx_store_row(s, s->at, layer, sizeof(hx_lease));
+    moe->at = hx_store_row(s, s->at, c->layer, sizeof(hx_lease));
     /* With two picks for each expert, most are needed: all come. */
-    if (s->lend == NULL || rows * s->n_active < 2 * s->n_expert)
+    if (l == NULL || c->rows * s->n_active < 2 * s->n_expert)
         return 0;
-    h = s->lend->stage;
-    if ((rc = lend_from(s, h[0].slot0, err)) != 0)
+    part = c->layer * l->n_part + moe->end / l->n_in_part;
+    next = part_after(s, c, part);
+    if ((rc = lend_from(s, l->stage[0].slot0, err)) != 0)
         return rc;
-    h += h[1].layer == layer;
-    other = &s->lend->stage[h == s->lend->stage];
-    if ((h->layer != layer && (rc = stage_layer(s, h, layer, 0, err)) != 0) ||
+    h = &l->stage[l->stage[1].part == part];
+    other = &l->stage[h == l->stage];
+    if ((h->part != part && (rc = stage_part(s, h, part, end_of(s, part), err)) != 0) ||
         (rc = stage_rest(s, h, err)) != 0 ||
-        (next >= 0 && other->layer != next &&
-         (rc = stage_layer(s, other, next, s->n_expert / 2, err)) != 0) ||
-        (rc = tell_picks(s, layer, moe, err)) != 0)
+        (next >= 0 && other->part != next &&
+         (rc = stage_part(s, other, next,
+                          l->n_part > 1 ? end_of(s, next) : s->n_expert / 2, err)) !=
+             0) ||
+        (moe->end == 0 && (rc = tell_picks(s, c->layer, moe, err)) != 0))
         return rc;
     moe->at = h->at;
+    moe->first = first_of(s, part);
+    moe->end = end_of(s, part);
     return hx_dev_await_push(s->dev, h->ticket, err);
 }
 
@@ -328,13 +386,21 @@ int hx_lend_open(hx_store *s, uint64_t n_expert, hx_err *err)
 {
     const size_t bytes = (size_t)s->n_expert * sizeof(hx_lease);
     struct hx_lend *l;
+    int64_t n_part = 1;
     int rc;
 
-    if (s->n_all_slot < 2 * s->n_expert || (uint64_t)s->n_all_slot == n_expert)
+    if ((uint64_t)s->n_all_slot == n_expert)
         return 0;
     s->lend = l = hx_new(struct hx_lend, 1);
     if (l == NULL || (l->n_told = hx_new(int64_t, s->n_layer)) == NULL)
         return hx_fail(err, HX_ENOMEM, "expert store: no memory");
+    while (hx_store_lendable(s, n_part) == 0 && n_part < HX_LEND_PARTS)
+        n_part *= 2;
+    if (hx_store_lendable(s, n_part) == 0) { /* too few slots */
+        hx_lend_close(s);
+        return 0;
+    }
+    hx_store_cut(s, n_part);
     l->next = s->n_all_slot;
     if ((rc = hx_dev_shared(
              s->dev, &l->told,
@@ -343,8 +409,7 @@ int hx_lend_open(hx_store *s, uint64_t n_expert, hx_err *err)
     for (int i = 0; i < 2; i++) {
         struct hx_stage *h = &l->stage[i];
 
-        h->layer = -1;
-        h->slot0 = s->n_all_slot - (int32_t)((2 - i) * s->n_expert);
+        h->part = -1;
         if ((rc = hx_dev_alloc(s->dev, &h->at, bytes, err)) != 0 ||
             (rc = hx_dev_shared(s->dev, &h->shared, bytes, err)) != 0)
             return rc;
@@ -366,4 +431,5 @@ void hx_lend_close(hx_store *s)
         hx_free(l->n_told);
     }
     hx_free(l);
+    s->lend = NULL;
 }

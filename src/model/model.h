@@ -263,6 +263,8 @@ typedef struct hx_graph hx_graph;
 typedef void hx_tap_fn(void *ud, int64_t layer, const char *what, hx_buf data,
                        int64_t rows);
 
+#define HX_MOE_ROWS 8192 /* that a GPU takes through experts at once: some 200 for each */
+
 /* Workspace for calls of up to max_rows rows and max_out logits rows. */
 int hx_graph_open(hx_graph **out, hx_model *m, hx_dev *dev, hx_cache *c, int64_t max_rows,
                   int64_t max_out, int64_t max_ctx, hx_err *err);
@@ -305,6 +307,7 @@ typedef struct {
                    * graph needs: every row goes through the selection */
     hx_rows rows;
     int64_t all_rows;  /* of the call */
+    bool last;         /* no window of it comes after this one */
     uint8_t *keep;     /* the slot's state after these rows goes there; NULL: nowhere */
     hx_buf x;          /* f32 [R, D] input, normalised */
     hx_buf y;          /* f32 [R, D] output */
