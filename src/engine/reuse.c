@@ -296,15 +296,15 @@ hx_admit hx_reuse_admit(hx_engine *e, hx_stream *s, int32_t n_pages)
     if (s->parked != NULL)
         return admit_parked(e, s, n_pages) ? HX_ADMIT_YES : HX_ADMIT_NO;
     m = find(e, s);
-    if (!has_pages(e, n_pages, m.node) && e->n_run == 0 &&
+    if (!has_pages(e, n_pages, m.node) && e->n_run == 0 && e->reuse->n_reading == 0 &&
         e->reuse->tree->pinned_pages > 0)
         release_pins(e);
     if (!has_pages(e, n_pages, m.node))
         return HX_ADMIT_NO;
     if (m.node != NULL && hx_prefix_on_disk(m.node)) {
-        if (hx_reuse_disk_load(e, m.node))
-            return HX_ADMIT_READING;
-        m.node = NULL; /* no memory for it: from the start, then */
+        if (hx_reuse_disk_load(e, m.node) || e->reuse->n_reading > 0)
+            return HX_ADMIT_READING; /* or others are, which have the memory now */
+        m.node = NULL;               /* no memory for it: from the start, then */
     }
     if ((s->slot = hx_cache_take(e->cache)) < 0)
         return HX_ADMIT_NO;

@@ -806,9 +806,9 @@ static void test_failing_memory(void **state)
     hx_free(a);
 }
 
-/* The figure is true: so many conversations, had one after the other, all go on without
- * reading more than half of themselves again. */
-static void fit_is_true(int64_t n_prompt, uint64_t ram)
+/* The figure is true: so many conversations, had one after the other, each so much older than
+ * the next, all go on without reading more than half of themselves again. */
+static void fit_is_true(int64_t n_prompt, uint64_t ram, int64_t age_us)
 {
     enum { ANSWER = 40 };
     hx_engine *e = open_with(
@@ -825,6 +825,8 @@ static void fit_is_true(int64_t n_prompt, uint64_t ram)
         make_text(e, t, n_prompt, 1000 + (uint64_t)k);
         ask(e, t, n_prompt, ANSWER, a);
         memcpy(said + k * ANSWER, a->token, ANSWER * sizeof *said);
+        for (hx_node *s = e->reuse->tree->snap; s != NULL; s = s->snap->next)
+            s->snap->used_us -= age_us; /* the engine is idle */
     }
     for (int64_t k = 0; k < n; k++) {
         make_text(e, t, n_prompt, 1000 + (uint64_t)k);
@@ -850,9 +852,11 @@ static void fit_is_true(int64_t n_prompt, uint64_t ram)
 static void test_fit_is_true(void **state)
 {
     (void)state;
-    fit_is_true(560, 40u << 20);
-    fit_is_true(210, 30u << 20);
-    fit_is_true(900, 100u << 20);
+    fit_is_true(560, 40u << 20, 0);
+    fit_is_true(210, 30u << 20, 0);
+    fit_is_true(900, 100u << 20, 0);
+    fit_is_true(560, 40u << 20, INT64_C(3600000000));
+    fit_is_true(900, 100u << 20, INT64_C(3600000000));
 }
 
 /* reuse_test [PATTERN [DEVICE]]: only the tests whose names match. On a device whose decode rows
