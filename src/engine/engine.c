@@ -221,10 +221,7 @@ static int memory_left(hx_engine *e, const hx_options *opt, uint64_t *left, hx_e
     return 0;
 }
 
-/* Sequence memory for so many streams, or for fewer if their number is free: so that their
- * states take half of the budget at most and one has its context. Returns pages, 0: none
- * fit. */
-static int64_t fit_cache(hx_info *info, const hx_cache_want *w)
+int64_t hx_engine_fit_cache(hx_info *info, const hx_cache_want *w)
 {
     const int64_t ctx = w->ctx_tokens != 0 ? w->ctx_tokens : info->ctx_trained_tokens,
                   per_seq = (ctx + HX_PAGE - 1) / HX_PAGE;
@@ -288,7 +285,7 @@ static int plan_cache(hx_engine *e, const hx_options *opt, int32_t *n_page, hx_e
 
     if (rc != 0)
         return rc;
-    *n_page = (int32_t)fit_cache(&e->info, &w);
+    *n_page = (int32_t)hx_engine_fit_cache(&e->info, &w);
     if (*n_page < 1)
         return hx_fail(
             err, HX_ENOMEM,

@@ -76,6 +76,11 @@ typedef struct {
     bool fewer;         /* streams than are named, if that is better */
 } hx_cache_want;
 
+/* Sequence memory for info->max_streams streams, or for fewer where it may, so that their
+ * states take half of the budget at most, or that one has the context that must fit. Sets
+ * max_streams and ctx_tokens. Returns pages; 0: not enough. */
+int64_t hx_engine_fit_cache(hx_info *info, const hx_cache_want *w);
+
 /* ---- sampling state (sample.c) ---------------------------------------- */
 
 /* Ids seen so far with their counts; only kept when a penalty asks for it. */
