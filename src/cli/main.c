@@ -135,7 +135,8 @@ static const option options[] = {
     { "--dump-dir", "DIR", "where ids and settings of broken answers are kept (nowhere)",
       OPT_STR, AT(dump_dir), 0, SERVE, 0, 0 },
     { "--cache", "SIZE",
-      "sequence memory (what the streams need, at most a quarter of the memory)",
+      "sequence memory (what the streams need, at most a quarter of the memory, or of "
+      "what weights leave of a GPU's)",
       OPT_SIZE, AT(cache), 0, ENGINE, 0, 0 },
     { "--kv", "bf16|fp8|f32",
       "how attention memory is kept (bf16); fp8 takes about half, f32 is for comparisons",

@@ -280,7 +280,7 @@ static int plan_cache(hx_engine *e, const hx_options *opt, int32_t *n_page, hx_e
                             HX_MAX(hx_cache_page_bytes(d, (hx_cache_fmt)opt->kv), 1),
                         .ctx_tokens = opt->ctx_tokens,
                         .fewer = opt->max_streams == 0 };
-    const int64_t ctx = opt->ctx_tokens != 0 ? opt->ctx_tokens : d->ctx_trained;
+    const int64_t ctx = opt->ctx_tokens != 0 ? opt->ctx_tokens : HX_PAGE;
     const int rc = cache_budget(e, opt, &w, err);
 
     if (rc != 0)
@@ -405,7 +405,7 @@ static int long_chunks(hx_engine *e, const hx_options *opt, hx_err *err)
 }
 
 /* The weights of every step, which a GPU must have. */
-static int place_dense(hx_engine *e, hx_err *err)
+static int place_dense(hx_engine *e, const hx_options *opt, hx_err *err)
 {
     uint64_t need, free_bytes, total;
     int rc;
@@ -415,6 +415,11 @@ static int place_dense(hx_engine *e, hx_err *err)
     if ((rc = hx_model_place_bytes(e->model, HX_PLACE_DENSE, &need, err)) != 0 ||
         (rc = hx_dev_memory(e->dev, &free_bytes, &total, err)) != 0)
         return rc;
+    if (opt->vram_bytes != 0 && need > opt->vram_bytes)
+        return hx_fail(err, HX_ENOMEM,
+                       "GPU memory: the weights beside routed experts take %.1f GiB, "
+                       "%.1f are to be used; raise --vram",
+                       (double)need / (1 << 30), (double)opt->vram_bytes / (1 << 30));
     if (need > free_bytes)
         return hx_fail(err, HX_ENOMEM,
                        "GPU memory: the weights beside routed experts take %.1f GiB, "
@@ -439,7 +444,8 @@ static int open_device(hx_engine *e, const hx_options *opt, hx_err *err)
     int32_t n_page = 0;
     int rc;
 
-    if ((rc = hx_dev_open(&e->dev, &dev, err)) != 0 || (rc = place_dense(e, err)) != 0 ||
+    if ((rc = hx_dev_open(&e->dev, &dev, err)) != 0 ||
+        (rc = place_dense(e, opt, err)) != 0 ||
         (rc = plan_cache(e, opt, &n_page, err)) != 0)
         return rc;
     const int64_t n = e->info.max_streams;

@@ -100,9 +100,10 @@ typedef struct hx_model {
     float *share; /* synthetic: [n_layer, E] shares of picks, summed up to 1, from which
                    * decode rows draw theirs; NULL: the router decides */
     uint64_t n_param, weight_bytes;
-    hx_dev *dev;      /* where placed lies; NULL: weights are read where they are */
-    hx_buf placed[2]; /* weights on the device, by hx_place */
-    hx_store *store;  /* of the routed experts, or NULL; closed with the model */
+    hx_dev *dev;         /* where placed lies; NULL: weights are read where they are */
+    hx_buf placed[2];    /* weights on the device, by hx_place */
+    hx_buf embed_shared; /* the embedding, in host memory that it reads */
+    hx_store *store;     /* of the routed experts, or NULL; closed with the model */
 } hx_model;
 
 /* Opens a checkpoint folder, or "synthetic:NAME[,layers=N][,experts=N][,seed=S]".
