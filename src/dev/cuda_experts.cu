@@ -9,7 +9,7 @@ enum { PLAN_THREADS = 1024 };
 /* Picks sorted by expert, each expert from a multiple of 64 on: its positions. They are
  * worked on a window at a time. */
 struct plan {
-    const int32_t *id; /* [picks] */
+    const int32_t *id;               /* [picks] */
     int picks, n_expert, first, end; /* other experts' picks are left out */
     int window, n_window, block_rows;
     int32_t *pick;       /* [n_window * window] pick of a position, or -1 */

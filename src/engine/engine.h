@@ -68,7 +68,7 @@ void hx_sched_pick_decoded(hx_costs *c, hx_pick_state *s, int32_t rows, float us
 void hx_sched_pick_read(hx_costs *c, hx_pick_state *s, int64_t layer, int64_t blocks,
                         bool full, float us);
 
-/* ---- what sequence memory gets (engine.c) ----------------------------- */
+/* ---- the size of sequence memory (engine.c) --------------------------- */
 
 typedef struct {
     uint64_t budget_bytes, slot_bytes, page_bytes;
