@@ -147,7 +147,8 @@ static const option options[] = {
       "(reuse)",
       OPT_STR, AT(prefix), 0, SERVE | CHAT, 0, 0 },
     { "--park-ram", "SIZE",
-      "host memory for kept states and parked pages (an eighth of it, at most 16GiB)",
+      "host memory for kept states and parked pages (an eighth of it, at most half of "
+      "what weights leave and 16GiB)",
       OPT_SIZE, AT(park_ram), 0, SERVE | CHAT | BENCH | PLAN, 0, 0 },
     { "--park-dir", "DIR", "idle conversations are also kept here, over restarts",
       OPT_STR, AT(park_dir), 0, SERVE | CHAT | BENCH | PLAN, 0, 0 },

@@ -648,18 +648,22 @@ void hx_reuse_status(const hx_engine *e, hx_status *out)
     out->disk_bytes = (uint64_t)atomic_load(&r->disk);
 }
 
-/* Each is counted with two states: where it ends, and one before, to fall back to. */
+/* Each is counted with two states: where it ends, and one before, to fall back to; a third
+ * never costs another its second. Beside these there is room for what one prompt makes at a
+ * time. */
 hx_fit hx_cache_fit(hx_engine *e, int64_t n_tokens)
 {
     const hx_info *i = &e->info;
     const uint64_t pages = (uint64_t)(HX_MAX(n_tokens, 1) + HX_PAGE - 1) / HX_PAGE,
-                   states = 2 * (hx_cache_state_bytes(e->cache, 1) + row_bytes(e)),
-                   all = pages * e->cache->page_bytes + states,
-                   here = HX_MIN((uint64_t)e->cache->n_page / pages,
-                                 i->park_ram_bytes / states);
+                   state = hx_cache_state_bytes(e->cache, 1) + row_bytes(e),
+                   chunk = (uint64_t)i->chunk_tokens / HX_PAGE,
+                   making = HX_MIN(HX_MIN(chunk, pages), HX_SNAP_MAX) + 1,
+                   all = pages * e->cache->page_bytes + 2 * state,
+                   ram = i->park_ram_bytes - HX_MIN(i->park_ram_bytes, making * state),
+                   here = HX_MIN((uint64_t)e->cache->n_page / pages, ram / (2 * state));
 
     return (hx_fit) { .here = (int64_t)here,
-                      .in_ram = (int64_t)((i->park_ram_bytes - here * states) / all),
+                      .in_ram = (int64_t)((ram - here * 2 * state) / all),
                       .on_disk = (int64_t)(i->park_disk_bytes / all) };
 }
 
