@@ -932,7 +932,7 @@ static void test_fit_is_true(void **state)
     fit_is_true(210, 30u << 20, 0);
     fit_is_true(900, 100u << 20, 0);
     fit_is_true(560, 40u << 20, INT64_C(3600000000));
-    fit_is_true(900, 36u << 20, INT64_C(3600000000));
+    fit_is_true(900, 40u << 20, INT64_C(3600000000));
     fit_is_true(900, 100u << 20, INT64_C(3600000000));
 }
 
