@@ -80,7 +80,7 @@ typedef struct {
     int64_t max_queue;     /* requests waiting for a place; 0 is 256 */
     uint64_t cache_bytes;  /* sequence memory; 0 takes what max_streams need, at most a
                             * quarter of the memory this process may use, or of what
-                            * weights leave of a GPU's (half for ctx_tokens) */
+                            * weights leave of a GPU's (more for ctx_tokens) */
     hx_kv kv;              /* how latents are kept */
 
     /* a GPU beside host memory */

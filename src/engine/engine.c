@@ -244,7 +244,7 @@ int64_t hx_engine_fit_cache(hx_info *info, const hx_cache_want *w)
 
 /* What sequence memory may take where the user does not say: a quarter of the memory. Of a
  * GPU's that is what weights leave; all experts come first where they fit and leave enough,
- * and a context that the user names may take up to half. */
+ * and a context that the user names may take more. */
 static int cache_budget(hx_engine *e, const hx_options *opt, hx_cache_want *w,
                         hx_err *err)
 {
@@ -263,11 +263,14 @@ static int cache_budget(hx_engine *e, const hx_options *opt, hx_cache_want *w,
     w->budget_bytes = left / 4;
     if (left > routed && left - routed > left / 8)
         w->budget_bytes = HX_MIN(left / 4, (left - routed) / 2);
-    if (opt->ctx_tokens != 0)
-        w->budget_bytes = HX_MIN(
-            left / 2, HX_MAX(w->budget_bytes,
-                             w->slot_bytes + (uint64_t)(opt->ctx_tokens + HX_PAGE) /
-                                                 HX_PAGE * w->page_bytes));
+    if (opt->ctx_tokens != 0) {
+        const int32_t n = w->fewer ? 1 : e->info.max_streams;
+        const uint64_t least =
+            (uint64_t)n * w->slot_bytes +
+            (uint64_t)((opt->ctx_tokens + HX_PAGE - 1) / HX_PAGE) * w->page_bytes;
+
+        w->budget_bytes = HX_MIN(left, HX_MAX(w->budget_bytes, least));
+    }
     return 0;
 }
 
@@ -385,16 +388,18 @@ static int long_chunks(hx_engine *e, const hx_options *opt, hx_err *err)
                           opt->vram_bytes - HX_MIN(opt->vram_bytes, e->dev->used_bytes));
     }
     int64_t rows = rows_in(e, CHUNK_RESIDENT, left / 4);
-    /* The fewest parts with which chunks get as long as they can. Where not all of a layer
-     * can lie there, each window of rows has it come again. */
-    for (int64_t n = 1; s != NULL && n <= HX_LEND_PARTS; n *= 2) {
-        const uint64_t bytes = hx_store_lendable(s, n);
-        const int64_t r = rows_in(e, n > 2 ? HX_MOE_ROWS : CHUNK_MAX, bytes);
+    /* As long as they can get; then whole layers, else as many places for parts as there can
+     * be. Where not all of a layer has a place, each window of rows has it come again. */
+    for (int64_t k = HX_LEND_PARTS + 2; s != NULL && k >= 2; k--) {
+        const int64_t n_part = k > HX_LEND_PARTS + 1 ? 1 : HX_LEND_PARTS,
+                      n_place = n_part == 1 ? 2 : k,
+                      r = rows_in(e, n_place >= n_part ? CHUNK_MAX : HX_MOE_ROWS,
+                                  hx_store_lendable(s, n_part, n_place));
 
         if (r <= rows)
             continue;
         rows = r;
-        hx_store_cut(s, n);
+        hx_store_cut(s, n_part, n_place);
     }
     e->prefill_rows = e->info.chunk_tokens = rows;
     if (s != NULL || rows == HX_PREFILL_ROWS)

@@ -124,6 +124,7 @@ static void expect_whole(const hx_engine *e)
  * where all of them have room, else once for each window of rows. */
 static int64_t passes(const hx_engine *e)
 {
+    const struct hx_lend *l = e->model->store->lend;
     const int64_t most = e->costs.n_block;
     int64_t n = 0;
 
@@ -132,7 +133,7 @@ static int64_t passes(const hx_engine *e)
                       chunks = (blocks + most - 1) / most;
 
         rows = HX_MIN((blocks + chunks - 1) / chunks * HX_PAGE, left);
-        n += e->model->store->lend->n_part <= 2 || !hx_dev_is_host(e->dev)
+        n += l->n_stage >= l->n_part || !hx_dev_is_host(e->dev)
                  ? 1
                  : (rows + HX_PREFILL_ROWS - 1) / HX_PREFILL_ROWS;
     }
@@ -152,13 +153,13 @@ static void expect_bytes(hx_engine *e, uint64_t bytes)
 }
 
 /* Layers come in so many parts, and chunks are as long as that leaves memory for. */
-static void cut(hx_engine *e, int64_t n_part)
+static void cut(hx_engine *e, int64_t n_part, int64_t n_place)
 {
     hx_costs *c = &e->costs;
 
-    hx_store_cut(e->model->store, n_part);
+    hx_store_cut(e->model->store, n_part, n_place);
     while (hx_graph_room(e->prefill, c->n_block * HX_PAGE) >
-           hx_store_lendable(e->model->store, n_part))
+           hx_store_lendable(e->model->store, n_part, n_place))
         c->n_block--;
 }
 
@@ -167,13 +168,14 @@ static void cut(hx_engine *e, int64_t n_part)
 static void test_same_bits(void **state)
 {
     const struct {
-        int64_t slots, n_part; /* 0: as is best */
+        int64_t slots, n_part, n_place; /* 0: as is best */
         bool lent, longer;
     } ways[] = {
-        { 2, 0, false, false },        { n_all / 20, 0, true, false },
-        { n_all / 3, 2, true, false }, { n_all * 3 / 4, 0, true, true },
-        { n_all - 8, 1, true, true },  { n_all - 1, 2, true, true },
-        { n_all - 1, 3, true, true },
+        { 2, 0, 0, false, false },        { n_all / 20, 0, 0, true, false },
+        { n_all / 3, 2, 2, true, false }, { n_all * 3 / 4, 0, 0, true, true },
+        { n_all - 8, 1, 2, true, true },  { n_all - 1, 2, 2, true, true },
+        { n_all - 1, 2, 3, true, true },  { n_all - 1, 3, 2, true, true },
+        { n_all - 1, 4, 3, true, true },  { n_all - 1, 8, 9, true, true },
     };
     float *want, *got;
     hx_engine *e;
@@ -191,7 +193,7 @@ static void test_same_bits(void **state)
         hx_store *s = e->model->store;
 
         if (ways[i].n_part > 0)
-            cut(e, ways[i].n_part);
+            cut(e, ways[i].n_part, ways[i].n_place);
         print_message(
             "           %2lld slots: chunks of %lld rows, layers in %lld parts\n",
             (long long)ways[i].slots, (long long)e->costs.n_block * HX_PAGE,
@@ -344,7 +346,8 @@ static void test_prompts_own(void **state)
         assert_int_equal(hx_next(s, &ev, 60000), 1);
     expect_whole(e);
     const hx_clock *c = &e->model->store->clock;
-    const int32_t lent = 2 * (int32_t)e->model->store->lend->n_in_part;
+    const struct hx_lend *l = e->model->store->lend;
+    const int32_t lent = (int32_t)(l->n_stage * l->n_in_part);
     int hot = 0, coldest = 255;
 
     assert_int_equal(c->n_slot, n_slot);
