@@ -195,9 +195,10 @@ static void test_same_bits(void **state)
         if (ways[i].n_part > 0)
             cut(e, ways[i].n_part, ways[i].n_place);
         print_message(
-            "           %2lld slots: chunks of %lld rows, layers in %lld parts\n",
+            "           %2lld slots: chunks of %lld rows, %lld places for %lld experts\n",
             (long long)ways[i].slots, (long long)e->costs.n_block * HX_PAGE,
-            (long long)(s->lend != NULL ? s->lend->n_part : 0));
+            (long long)(s->lend != NULL ? s->lend->n_stage : 0),
+            (long long)(s->lend != NULL ? s->lend->n_in_part : 0));
         assert_int_equal(s->lend != NULL, ways[i].lent);
         assert_int_equal(e->costs.n_block * HX_PAGE > HX_PREFILL_ROWS, ways[i].longer);
         for (int round = 0; round < 2; round++) {
