@@ -294,13 +294,14 @@ static int plan_cache(hx_engine *e, const hx_options *opt, int32_t *n_page, hx_e
             err, HX_ENOMEM,
             "sequence memory: one sequence of %lld tokens needs %llu MB "
             "beside %llu MB for %d streams, the budget is %llu MB; lower "
-            "--ctx or --streams, or raise --cache",
+            "--ctx or --streams, or raise --cache%s",
             (long long)ctx,
             (unsigned long long)((uint64_t)((ctx + HX_PAGE - 1) / HX_PAGE) *
                                      w.page_bytes >>
                                  20),
             (unsigned long long)((uint64_t)e->info.max_streams * w.slot_bytes >> 20),
-            e->info.max_streams, (unsigned long long)(w.budget_bytes >> 20));
+            e->info.max_streams, (unsigned long long)(w.budget_bytes >> 20),
+            hx_dev_is_host(e->dev) ? "" : " or --vram");
     if (e->info.ctx_tokens > d->ctx_trained)
         hx_log(HX_LOG_WARN,
                "context %lld is longer than the %lld tokens the model was trained on",
