@@ -79,7 +79,8 @@ typedef struct {
                             * sequence memory has room for */
     int64_t max_queue;     /* requests waiting for a place; 0 is 256 */
     uint64_t cache_bytes;  /* sequence memory; 0 takes what max_streams need, at most a
-                            * quarter of the memory this process may use, or of what
+                            * quarter of the memory this process may use (half of what
+                            * weights leave, if that is less), or of what
                             * weights leave of a GPU's (more for ctx_tokens) */
     hx_kv kv;              /* how latents are kept */
 

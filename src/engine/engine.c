@@ -242,9 +242,10 @@ int64_t hx_engine_fit_cache(hx_info *info, const hx_cache_want *w)
     return w->ctx_tokens != 0 && pages < per_seq ? 0 : pages;
 }
 
-/* What sequence memory may take where the user does not say: a quarter of the memory. Of a
- * GPU's that is what weights leave; all experts come first where they fit and leave enough,
- * and a context that the user names may take more. */
+/* What sequence memory may take where the user does not say: a quarter of the memory, but
+ * half of what weights leave at most. On a GPU a quarter of what weights leave; all experts
+ * come first where they fit and leave enough, and a context that the user names may take
+ * more. */
 static int cache_budget(hx_engine *e, const hx_options *opt, hx_cache_want *w,
                         hx_err *err)
 {
@@ -254,9 +255,13 @@ static int cache_budget(hx_engine *e, const hx_options *opt, hx_cache_want *w,
     w->budget_bytes = opt->cache_bytes;
     if (opt->cache_bytes != 0)
         return 0;
-    w->budget_bytes = hx_sys_mem_bytes() / 4;
-    if (hx_dev_is_host(e->dev))
+    if (hx_dev_is_host(e->dev)) {
+        const uint64_t all = hx_sys_mem_bytes(), weights = e->model->weight_bytes;
+
+        left = all > weights ? all - weights : 0;
+        w->budget_bytes = HX_MIN(all / 4, HX_MAX(left / 2, all / 16));
         return 0;
+    }
     if ((rc = memory_left(e, opt, &left, err)) != 0 ||
         (rc = hx_model_place_bytes(e->model, HX_PLACE_ROUTED, &routed, err)) != 0)
         return rc;

@@ -38,13 +38,15 @@ static void find_roles(hx_reuse *r, const hx_engine *e)
     }
 }
 
-/* Weights are in host memory, too, unless a GPU has them all. */
+/* Weights are in host memory, too, unless a GPU has them all; without one, sequence memory
+ * is. */
 static uint64_t default_ram_bytes(const hx_engine *e)
 {
     const uint64_t all = hx_sys_mem_bytes(),
-                   taken = hx_dev_is_host(e->dev) || e->model->store != NULL
-                               ? e->model->weight_bytes
-                               : 0,
+                   weights = hx_dev_is_host(e->dev) || e->model->store != NULL
+                                 ? e->model->weight_bytes
+                                 : 0,
+                   taken = weights + (hx_dev_is_host(e->dev) ? e->cache->bytes : 0),
                    left = all > taken ? (all - taken) / 2 : 0;
 
     return HX_MAX(HX_MIN(HX_MIN(all / 8, left), UINT64_C(16) << 30), all / 64);
