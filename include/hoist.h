@@ -72,15 +72,18 @@ typedef void hx_load_fn(void *ud, uint64_t done, uint64_t total);
 typedef struct {
     const char *model_dir; /* folder with config.json, or "synthetic:NAME[,layers=N]" */
     const char *device;  /* "cpu"; "cuda", "cuda:1"; "ref": scalar double reference, slow;
-                         * NULL: cuda where there is a GPU and code for one, else cpu */
+                          * NULL: cuda where there is a GPU and code for one, else cpu */
     const char *cpu_isa; /* NULL: the best there is; "avx512", "avx2", "scalar" */
     const char *cpus;    /* NULL: all allowed; or a list like "0-7,16" */
     int32_t n_threads;   /* 0: one per allowed CPU */
     int64_t ctx_tokens;  /* longest sequence; 0 takes the model's, within the budget */
-    int32_t max_streams; /* sequences decoded together, 1..64; 0 is 8 */
+    int32_t max_streams; /* sequences decoded together, 1..64; 0 is 8, or as many as
+                          * sequence memory has room for */
     int64_t max_queue;   /* requests waiting for a place; 0 is 256 */
-    uint64_t cache_bytes; /* sequence memory; 0 takes what max_streams need, at most
-                            * a quarter of the memory this process may use */
+    uint64_t cache_bytes; /* sequence memory; 0 takes what max_streams need, at most a
+                           * quarter of the memory this process may use (half of what
+                           * weights leave, if that is less), or of what weights leave of
+                           * a GPU's (more for ctx_tokens) */
     hx_kv kv;             /* how latents are kept */
 
     /* a GPU beside host memory */
@@ -95,8 +98,8 @@ typedef struct {
     /* kept prefixes */
     hx_prefix prefix;
     uint64_t park_ram_bytes;  /* states of idle conversations; 0: an eighth of the memory
-                               * this process may use, at most 16 GiB and half of what
-                               * weights leave free */
+                               * this process may use, at most half of what weights leave
+                               * and 16 GiB */
     const char *park_dir;     /* NULL: none go to disk */
     uint64_t park_disk_bytes; /* most that park_dir holds; 0: 32 GiB */
     uint64_t park_day_bytes;  /* most written to it in 24 hours; 0: eight times that */
@@ -136,6 +139,7 @@ typedef struct {
     float temperature, top_p; /* the model's own defaults */
     int32_t top_k;            /* 0 is all */
     uint64_t n_param, weight_bytes, cache_bytes, work_bytes;
+    int64_t chunk_tokens;  /* of a prompt that are read at once, at most */
     uint64_t token_bytes;  /* of sequence memory that a token of context takes */
     uint64_t device_bytes; /* of the device's memory, routed experts left out */
     uint64_t park_ram_bytes, park_disk_bytes; /* budgets of what is kept; 0: nothing is */

@@ -99,8 +99,8 @@ static const option options[] = {
       OPT_FLAG, AT(official), 0, SERVE | CHAT | RUN, 0, 0 },
     { "--ctx", "N", "longest sequence in tokens (the model's, within the memory)",
       OPT_INT, AT(ctx), 0, ENGINE | CONNECT, 1, INT32_MAX },
-    { "--streams", "N", "sequences decoded together (8)", OPT_INT, AT(streams), 0,
-      SERVE | BENCH, 1, 64 },
+    { "--streams", "N", "sequences decoded together (8, or as many as have room)",
+      OPT_INT, AT(streams), 0, SERVE | BENCH | PLAN, 1, 64 },
     { "--queue", "N", "requests that may wait (256)", OPT_INT, AT(queue), 0, SERVE, 1,
       1 << 20 },
     { "--decode-share", "F",
@@ -135,7 +135,8 @@ static const option options[] = {
     { "--dump-dir", "DIR", "where ids and settings of broken answers are kept (nowhere)",
       OPT_STR, AT(dump_dir), 0, SERVE, 0, 0 },
     { "--cache", "SIZE",
-      "sequence memory (what the streams need, at most a quarter of the memory)",
+      "sequence memory (what the streams need, at most a quarter of the memory, or of "
+      "what weights leave of a GPU's)",
       OPT_SIZE, AT(cache), 0, ENGINE, 0, 0 },
     { "--kv", "bf16|fp8|f32",
       "how attention memory is kept (bf16); fp8 takes about half, f32 is for comparisons",
@@ -146,9 +147,8 @@ static const option options[] = {
       "(reuse)",
       OPT_STR, AT(prefix), 0, SERVE | CHAT, 0, 0 },
     { "--park-ram", "SIZE",
-      "host memory for kept states and parked pages (an eighth of it, at most 16GiB and "
-      "half "
-      "of what weights leave)",
+      "host memory for kept states and parked pages (an eighth of it, at most half of "
+      "what weights leave and 16GiB)",
       OPT_SIZE, AT(park_ram), 0, SERVE | CHAT | BENCH | PLAN, 0, 0 },
     { "--park-dir", "DIR", "idle conversations are also kept here, over restarts",
       OPT_STR, AT(park_dir), 0, SERVE | CHAT | BENCH | PLAN, 0, 0 },

@@ -64,6 +64,18 @@ static void print_experts(const hx_experts *x, const hx_info *info)
     }
 }
 
+/* For each piece of a long prompt all experts come over the link that have no slot then. */
+static void print_prompts(const hx_experts *x, const hx_info *info)
+{
+    const double s = x->n_expert * x->us[1] * 1e-6;
+
+    if (s > 0)
+        printf(
+            "long prompts are read %lld tokens at a time; for each of these all experts "
+            "come over the link: %.2f s, which allows %.0f tok/s\n",
+            (long long)info->chunk_tokens, s, (double)info->chunk_tokens / s);
+}
+
 /* What idle conversations may take, and how many of them that is. */
 static void print_kept(hx_engine *e, const hx_info *info)
 {
@@ -109,9 +121,10 @@ int cmd_plan(const hx_cli *c)
     printf("  %-40s %lld tokens, %d at a time\n", "context", (long long)info.ctx_tokens,
            info.max_streams);
     print_kept(e, &info);
-    if (x.n_slot > 0 || x.n_expert > 0)
+    if (x.n_slot > 0 || x.n_expert > 0) {
         print_experts(&x, &info);
-    else
+        print_prompts(&x, &info);
+    } else
         printf("all weights lie where they are computed with: no expert moves\n");
     hx_close(e);
     return 0;

@@ -940,7 +940,7 @@ static int64_t sort_pairs(moe *c, hx_err *err)
         if (id[i] >= a->n_expert)
             return hx_fail(err, HX_EARG, "moe: id[%lld] is %d, must be below %lld",
                            (long long)i, id[i], (long long)a->n_expert);
-        if (id[i] >= 0)
+        if (id[i] >= a->first && id[i] < hx_moe_end(a))
             c->end[id[i]]++;
     }
     for (int64_t e = 0; e < a->n_expert; e++) { /* counts become beginnings, then ends */
@@ -950,7 +950,7 @@ static int64_t sort_pairs(moe *c, hx_err *err)
         at += count;
     }
     for (int64_t i = 0; i < n; i++)
-        if (id[i] >= 0)
+        if (id[i] >= a->first && id[i] < hx_moe_end(a))
             c->pair[c->end[id[i]]++] = (int32_t)i;
     return at;
 }

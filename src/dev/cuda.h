@@ -104,7 +104,7 @@ typedef struct {
     hx_codebook codebook;
     float limit;
     int quads, bps_in, bps_out; /* as in hx_cuda_shape */
-    int n_expert;               /* looked at by hx_cuda_experts_many alone */
+    int n_expert, first, end;   /* looked at by hx_cuda_experts_many alone */
 } hx_cuda_moe;
 
 size_t hx_cuda_moe_bytes(const hx_cuda_moe *m, int n_sm);

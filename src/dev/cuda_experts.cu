@@ -9,8 +9,9 @@ enum { PLAN_THREADS = 1024 };
 /* Picks sorted by expert, each expert from a multiple of 64 on: its positions. They are
  * worked on a window at a time. */
 struct plan {
-    const int32_t *id; /* [picks] */
-    int picks, n_expert, window, n_window, block_rows;
+    const int32_t *id;               /* [picks] */
+    int picks, n_expert, first, end; /* other experts' picks are left out */
+    int window, n_window, block_rows;
     int32_t *pick;       /* [n_window * window] pick of a position, or -1 */
     hx_row_block *block; /* [n_window, window / 64], positions of the window */
     int32_t *n_block;    /* [n_window] */
@@ -35,7 +36,7 @@ __global__ void __launch_bounds__(PLAN_THREADS)
         p.pick[i] = -1;
     __syncthreads();
     for (int i = threadIdx.x; i < p.picks; i += PLAN_THREADS)
-        if ((uint32_t)p.id[i] < (uint32_t)p.n_expert)
+        if (p.id[i] >= p.first && p.id[i] < p.end)
             atomicAdd(&count[p.id[i]], 1);
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(PLAN_THREADS)
         }
     __syncthreads();
     for (int i = threadIdx.x; i < p.picks; i += PLAN_THREADS)
-        if ((uint32_t)p.id[i] < (uint32_t)p.n_expert)
+        if (p.id[i] >= p.first && p.id[i] < p.end)
             p.pick[atomicAdd(&at[p.id[i]], 1)] = i;
 }
 
@@ -161,6 +162,8 @@ cudaError_t hx_cuda_experts_many(const hx_cuda_moe *m, const hx_cuda_work *w,
     p.id = m->id;
     p.picks = m->rows * m->active;
     p.n_expert = m->n_expert;
+    p.first = m->first;
+    p.end = m->end;
     p.window = (int)window;
     p.n_window = (int)hx_ceil_div(l.positions, window);
     p.block_rows = hx_cuda_gemm_rows(most, lim.block);

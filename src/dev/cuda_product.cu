@@ -46,7 +46,7 @@ struct plain {
     int64_t first, stride;
     const int32_t *id; /* picks: [gridDim.z] */
     const hx_cuda_expert *expert;
-    int64_t n_expert;
+    int64_t first_expert, end_expert; /* picks of others have no matrix */
     int which, x_div; /* 0 gate, 1 up, 2 down; x row of pick z: z / x_div */
     bool x_wide;      /* x can be copied 16 bytes at a time */
 };
@@ -140,7 +140,7 @@ HX_DEVICE bool matrix_of(const plain &p, int64_t z, hx_plain_mat *m)
         return true;
     hx_cuda_after_previous();
     const int32_t id = p.id[z];
-    if (id < 0 || id >= p.n_expert)
+    if (id < p.first_expert || id >= p.end_expert)
         return false;
     const hx_cuda_expert *e = &p.expert[id];
     const hx_cuda_mat *a = p.which == 0 ? &e->gate : p.which == 1 ? &e->up : &e->down;
@@ -793,7 +793,8 @@ static int plain_experts(hx_cuda *c, const hx_moe_args *a, const hx_cuda_expert 
     p.y_head = f;
     p.id = (const int32_t *)a->id.p + r0 * a->active;
     p.expert = expert;
-    p.n_expert = a->n_expert;
+    p.first_expert = a->first;
+    p.end_expert = hx_moe_end(a);
     p.x_div = (int)a->active;
     if ((rc = plain_product(c, "moe", p, x->gate.fmt, picks, err)) != 0)
         return rc;
@@ -849,6 +850,8 @@ static hx_cuda_moe experts_of(const hx_moe_args *a, const hx_cuda_expert *expert
     m.codebook = x->gate.codebook;
     m.limit = a->limit;
     m.n_expert = (int)a->n_expert;
+    m.first = (int)a->first;
+    m.end = (int)hx_moe_end(a);
     return m;
 }
 

@@ -473,11 +473,12 @@ typedef struct {
  * id      i32 [R, A]; entries < 0 leave y[r, a] as it is
  * expert  host array [E]; only those that are picked are looked at
  * at      hx_lease [E] in device memory, instead of the addresses in expert; or p NULL
+ * end     0, or with prefill: picks of experts outside first … end - 1 leave y as it is
  * source  glm5_next.md 7; exl3.md 9.1 */
 typedef struct {
     hx_buf y, x, id, at;
     const hx_expert *expert;
-    int64_t n_expert, rows, active;
+    int64_t n_expert, rows, active, first, end;
     float limit;
     bool prefill;
 } hx_moe_args;
@@ -692,6 +693,11 @@ hx_rmsnorm_args hx_hc_mix_norm(const hx_hc_mix_args *a);
 
 /* Expert e of a call of moe, with the addresses of at where that is there; host devices. */
 hx_expert hx_moe_expert(const hx_moe_args *a, int64_t e);
+/* The experts of a call of moe: from a->first on, before this one. */
+static inline int64_t hx_moe_end(const hx_moe_args *a)
+{
+    return a->end != 0 ? a->end : a->n_expert;
+}
 
 /* n bytes from p on, as a buffer: a view of part of b. */
 static inline hx_buf hx_buf_at(hx_buf b, size_t offset_bytes)

@@ -680,6 +680,8 @@ static void check_moe(check *c, const hx_moe_args *a)
     if (a->at.p != NULL && a->at.n / sizeof(hx_lease) < (size_t)a->n_expert)
         REFUSE(c, "moe: at has %zu bytes for %lld experts", a->at.n,
                (long long)a->n_expert);
+    range(c, "first expert", a->first, 0, a->end);
+    range(c, "end of experts", a->end, 0, a->prefill ? a->n_expert : 0);
     const int64_t d = x[0].gate.k, f = x[0].gate.n;
     dense(c, "y", a->y, a->rows, a->active, d);
     dense(c, "x", a->x, a->rows, d, 1);

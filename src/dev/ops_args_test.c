@@ -97,6 +97,8 @@ static void test_refuses_shapes(void **state)
     REFUSED(router, "active", a->active = 7);
     REFUSED(moe, "id[0] is 3", ((int32_t *)a->id.p)[0] = 3);
     REFUSED(moe, "active", a->active = 4);
+    REFUSED(moe, "end of experts", a->end = 2);
+    REFUSED(moe, "first expert", a->prefill = true, a->end = 2, a->first = 3);
     REFUSED(moe, "expected [4, 3]", ((hx_expert *)(uintptr_t)a->expert)[2].down.n = 5);
     REFUSED(combine, "dim", a->dim = 0);
     REFUSED(sample, "n_token", a->n_token = 13);

@@ -379,7 +379,7 @@ static int ref_moe(hx_dev *dev, const hx_moe_args *a, hx_err *err)
 
     if ((rc = fits(dev, "moe", (size_t)(2 * ROWS) * sizeof(int64_t), 0, err)) != 0)
         return rc;
-    for (int64_t e = 0; e < a->n_expert; e++) {
+    for (int64_t e = a->first; e < hx_moe_end(a); e++) {
         int64_t n = 0;
 
         for (int64_t i = 0; i < n_pick; i++) {

@@ -168,38 +168,6 @@ static int read_generation(hx_engine *e, const char *dir, hx_err *err)
     return rc;
 }
 
-/* Context, slots and pages within the budget: cache_bytes, or a quarter of the memory. */
-static int plan_cache(hx_engine *e, const hx_options *opt, int32_t *n_page, hx_err *err)
-{
-    const hx_desc *d = &e->model->desc;
-    const hx_cache_fmt fmt = (hx_cache_fmt)opt->kv;
-    const uint64_t page = HX_MAX(hx_cache_page_bytes(d, fmt), 1);
-    const uint64_t slots = (uint64_t)e->info.max_streams * hx_cache_slot_bytes(d);
-    const uint64_t budget =
-        opt->cache_bytes != 0 ? opt->cache_bytes : hx_sys_mem_bytes() / 4;
-    const int64_t ctx = opt->ctx_tokens != 0 ? opt->ctx_tokens : d->ctx_trained;
-    const int64_t per_seq = (ctx + HX_PAGE - 1) / HX_PAGE;
-    const uint64_t fit = budget > slots ? (budget - slots) / page : 0;
-    const int64_t pages = (int64_t)HX_MIN(fit, (uint64_t)(per_seq * e->info.max_streams));
-
-    if (pages < 1 || (opt->ctx_tokens != 0 && pages < per_seq))
-        return hx_fail(err, HX_ENOMEM,
-                       "sequence memory: one sequence of %lld tokens needs %llu MB "
-                       "beside %llu MB for %d streams, the budget is %llu MB; lower "
-                       "--ctx or --streams, or raise --cache",
-                       (long long)ctx,
-                       (unsigned long long)((uint64_t)per_seq * page >> 20),
-                       (unsigned long long)(slots >> 20), e->info.max_streams,
-                       (unsigned long long)(budget >> 20));
-    e->info.ctx_tokens = HX_MIN(ctx, pages * HX_PAGE);
-    *n_page = (int32_t)pages;
-    if (e->info.ctx_tokens > d->ctx_trained)
-        hx_log(HX_LOG_WARN,
-               "context %lld is longer than the %lld tokens the model was trained on",
-               (long long)e->info.ctx_tokens, (long long)d->ctx_trained);
-    return 0;
-}
-
 static int store_mode(const char *name, hx_store_mode *out, hx_err *err)
 {
     *out = HX_MODE_AUTO;
@@ -223,7 +191,7 @@ static int memory_safe(hx_engine *e, uint64_t *safe, hx_err *err)
     return rc;
 }
 
-/* What is left for routed experts, of what the caller gives or of all. */
+/* What is left, of what the caller gives or of all. */
 static int memory_left(hx_engine *e, const hx_options *opt, uint64_t *left, hx_err *err)
 {
     const uint64_t used = e->dev->used_bytes;
@@ -239,9 +207,8 @@ static int memory_left(hx_engine *e, const hx_options *opt, uint64_t *left, hx_e
     if (opt->vram_bytes < used)
         return hx_fail(
             err, HX_ENOMEM,
-            "GPU memory: %.1f GiB are to be used, but weights, sequence memory "
-            "and workspace take %.1f GiB before any expert; raise --vram, or "
-            "lower --ctx or --streams",
+            "GPU memory: %.1f GiB are to be used, but what is not routed experts takes "
+            "%.1f GiB already; raise --vram, or lower --ctx, --streams or --cache",
             (double)opt->vram_bytes / (1 << 30), (double)used / (1 << 30));
     *left = opt->vram_bytes - used;
     if (*left > safe)
@@ -251,6 +218,99 @@ static int memory_left(hx_engine *e, const hx_options *opt, uint64_t *left, hx_e
             "are free; lower --vram or end what else uses the GPU",
             (double)opt->vram_bytes / (1 << 30), (double)used / (1 << 30),
             (double)safe / (1 << 30));
+    return 0;
+}
+
+int64_t hx_engine_fit_cache(hx_info *info, const hx_cache_want *w)
+{
+    const int64_t ctx = w->ctx_tokens != 0 ? w->ctx_tokens : info->ctx_trained_tokens,
+                  per_seq = (ctx + HX_PAGE - 1) / HX_PAGE;
+    const uint64_t least =
+        w->ctx_tokens != 0 ? (uint64_t)per_seq * w->page_bytes : w->budget_bytes / 2;
+    uint64_t slots;
+
+    while (w->fewer && info->max_streams > 1 &&
+           (uint64_t)info->max_streams * w->slot_bytes + least > w->budget_bytes)
+        info->max_streams--;
+    slots = (uint64_t)info->max_streams * w->slot_bytes;
+    const int64_t pages = w->budget_bytes > slots
+                              ? (int64_t)HX_MIN((w->budget_bytes - slots) / w->page_bytes,
+                                                (uint64_t)(per_seq * info->max_streams))
+                              : 0;
+
+    info->ctx_tokens = HX_MIN(ctx, pages * HX_PAGE);
+    return w->ctx_tokens != 0 && pages < per_seq ? 0 : pages;
+}
+
+/* What sequence memory may take where the user does not say: a quarter of the memory, but
+ * half of what weights leave at most. On a GPU a quarter of what weights leave; all experts
+ * come first where they fit and leave enough, and a context that the user names may take
+ * more. */
+static int cache_budget(hx_engine *e, const hx_options *opt, hx_cache_want *w,
+                        hx_err *err)
+{
+    uint64_t left, routed;
+    int rc;
+
+    w->budget_bytes = opt->cache_bytes;
+    if (opt->cache_bytes != 0)
+        return 0;
+    if (hx_dev_is_host(e->dev)) {
+        const uint64_t all = hx_sys_mem_bytes(), weights = e->model->weight_bytes;
+
+        left = all > weights ? all - weights : 0;
+        w->budget_bytes = HX_MIN(all / 4, HX_MAX(left / 2, all / 16));
+        return 0;
+    }
+    if ((rc = memory_left(e, opt, &left, err)) != 0 ||
+        (rc = hx_model_place_bytes(e->model, HX_PLACE_ROUTED, &routed, err)) != 0)
+        return rc;
+    w->budget_bytes = left / 4;
+    if (left > routed && left - routed > left / 8)
+        w->budget_bytes = HX_MIN(left / 4, (left - routed) / 2);
+    if (opt->ctx_tokens != 0) {
+        const int32_t n = w->fewer ? 1 : e->info.max_streams;
+        const uint64_t least =
+            (uint64_t)n * w->slot_bytes +
+            (uint64_t)((opt->ctx_tokens + HX_PAGE - 1) / HX_PAGE) * w->page_bytes;
+
+        w->budget_bytes = HX_MIN(left, HX_MAX(w->budget_bytes, least));
+    }
+    return 0;
+}
+
+/* Context, slots and pages within the budget. */
+static int plan_cache(hx_engine *e, const hx_options *opt, int32_t *n_page, hx_err *err)
+{
+    const hx_desc *d = &e->model->desc;
+    hx_cache_want w = { .slot_bytes = hx_cache_slot_bytes(d),
+                        .page_bytes =
+                            HX_MAX(hx_cache_page_bytes(d, (hx_cache_fmt)opt->kv), 1),
+                        .ctx_tokens = opt->ctx_tokens,
+                        .fewer = opt->max_streams == 0 };
+    const int64_t ctx = opt->ctx_tokens != 0 ? opt->ctx_tokens : HX_PAGE;
+    const int rc = cache_budget(e, opt, &w, err);
+
+    if (rc != 0)
+        return rc;
+    *n_page = (int32_t)hx_engine_fit_cache(&e->info, &w);
+    if (*n_page < 1)
+        return hx_fail(
+            err, HX_ENOMEM,
+            "sequence memory: one sequence of %lld tokens needs %llu MB "
+            "beside %llu MB for %d streams, the budget is %llu MB; lower "
+            "--ctx or --streams, or raise --cache%s",
+            (long long)ctx,
+            (unsigned long long)((uint64_t)((ctx + HX_PAGE - 1) / HX_PAGE) *
+                                     w.page_bytes >>
+                                 20),
+            (unsigned long long)((uint64_t)e->info.max_streams * w.slot_bytes >> 20),
+            e->info.max_streams, (unsigned long long)(w.budget_bytes >> 20),
+            hx_dev_is_host(e->dev) ? "" : " or --vram");
+    if (e->info.ctx_tokens > d->ctx_trained)
+        hx_log(HX_LOG_WARN,
+               "context %lld is longer than the %lld tokens the model was trained on",
+               (long long)e->info.ctx_tokens, (long long)d->ctx_trained);
     return 0;
 }
 
@@ -310,31 +370,48 @@ static int open_experts(hx_engine *e, const hx_options *opt, hx_err *err)
     return rc;
 }
 
+/* The longest chunk, up to most rows, for which so much workspace is enough. */
+static int64_t rows_in(const hx_engine *e, int64_t most, uint64_t bytes)
+{
+    int64_t rows = HX_PREFILL_ROWS;
+
+    most = HX_MIN(most, e->info.ctx_tokens);
+    while (rows < most && hx_graph_room(e->prefill, rows + HX_PAGE) <= bytes)
+        rows += HX_PAGE;
+    return rows;
+}
+
 /* A GPU that cannot hold all experts has them brought to it once for each prefill chunk:
  * long chunks, then, in workspace that slots lend. One that holds them takes up to a quarter
  * of what is left for chunks that use it better. */
 static int long_chunks(hx_engine *e, const hx_options *opt, hx_err *err)
 {
-    const hx_store *s = e->model->store;
-    const int64_t most =
-        HX_MIN(s != NULL ? CHUNK_MAX : CHUNK_RESIDENT, e->info.ctx_tokens);
-    int64_t rows = HX_PREFILL_ROWS;
+    hx_store *s = e->model->store;
     uint64_t left = 0;
     int rc;
 
-    if (s != NULL)
-        left = hx_store_lendable(s);
-    else if (!hx_dev_is_host(e->dev)) {
+    if (s == NULL && !hx_dev_is_host(e->dev)) {
         if ((rc = memory_safe(e, &left, err)) != 0)
             return rc;
         if (opt->vram_bytes != 0)
             left = HX_MIN(left,
                           opt->vram_bytes - HX_MIN(opt->vram_bytes, e->dev->used_bytes));
-        left /= 4;
     }
-    while (rows < most && hx_graph_room(e->prefill, rows + HX_PAGE) <= left)
-        rows += HX_PAGE;
-    e->prefill_rows = rows;
+    int64_t rows = rows_in(e, CHUNK_RESIDENT, left / 4);
+    /* As long as they can get; then whole layers, else as many places for parts as there can
+     * be. Where not all of a layer has a place, each window of rows has it come again. */
+    for (int64_t k = HX_LEND_PARTS + 2; s != NULL && k >= 2; k--) {
+        const int64_t n_part = k > HX_LEND_PARTS + 1 ? 1 : HX_LEND_PARTS,
+                      n_place = n_part == 1 ? 2 : k,
+                      r = rows_in(e, n_place >= n_part ? CHUNK_MAX : HX_MOE_ROWS,
+                                  hx_store_lendable(s, n_part, n_place));
+
+        if (r <= rows)
+            continue;
+        rows = r;
+        hx_store_cut(s, n_part, n_place);
+    }
+    e->prefill_rows = e->info.chunk_tokens = rows;
     if (s != NULL || rows == HX_PREFILL_ROWS)
         return 0;
     hx_graph_close(e->prefill);
@@ -342,25 +419,52 @@ static int long_chunks(hx_engine *e, const hx_options *opt, hx_err *err)
                          e->info.ctx_tokens, err);
 }
 
+/* The weights of every step, which a GPU must have. */
+static int place_dense(hx_engine *e, const hx_options *opt, hx_err *err)
+{
+    uint64_t need, free_bytes, total;
+    int rc;
+
+    if (hx_dev_is_host(e->dev))
+        return 0;
+    if ((rc = hx_model_place_bytes(e->model, HX_PLACE_DENSE, &need, err)) != 0 ||
+        (rc = hx_dev_memory(e->dev, &free_bytes, &total, err)) != 0)
+        return rc;
+    if (opt->vram_bytes != 0 && need > opt->vram_bytes)
+        return hx_fail(err, HX_ENOMEM,
+                       "GPU memory: the weights beside routed experts take %.1f GiB, "
+                       "%.1f are to be used; raise --vram",
+                       (double)need / (1 << 30), (double)opt->vram_bytes / (1 << 30));
+    if (need > free_bytes)
+        return hx_fail(err, HX_ENOMEM,
+                       "GPU memory: the weights beside routed experts take %.1f GiB, "
+                       "%.1f of %.1f GiB are free; end what else uses the GPU, or use "
+                       "a larger one",
+                       (double)need / (1 << 30), (double)free_bytes / (1 << 30),
+                       (double)total / (1 << 30));
+    return hx_model_place(e->model, e->dev, HX_PLACE_DENSE, err);
+}
+
 static int open_device(hx_engine *e, const hx_options *opt, hx_err *err)
 {
     const hx_desc *d = &e->model->desc;
-    const int64_t rows = HX_MAX(HX_PREFILL_ROWS, e->info.max_streams);
+    const int64_t rows = HX_MAX(HX_PREFILL_ROWS, e->info.max_streams),
+                  ctx = opt->ctx_tokens != 0 ? opt->ctx_tokens : d->ctx_trained;
     const hx_cache_fmt fmt = (hx_cache_fmt)opt->kv;
-    const int64_t n = e->info.max_streams;
-    int32_t n_page = 0;
-    int rc;
-
-    if ((rc = plan_cache(e, opt, &n_page, err)) != 0)
-        return rc;
     const hx_dev_opt dev = { .name = opt->device,
                              .isa = opt->cpu_isa,
                              .cpus = opt->cpus,
                              .n_threads = opt->n_threads,
-                             .limits = hx_model_limits(d, rows, e->info.ctx_tokens) };
+                             .limits = hx_model_limits(d, rows, ctx) };
+    int32_t n_page = 0;
+    int rc;
+
     if ((rc = hx_dev_open(&e->dev, &dev, err)) != 0 ||
-        (rc = hx_model_place(e->model, e->dev, HX_PLACE_DENSE, err)) != 0 ||
-        (rc = hx_cache_open(&e->cache, d, e->dev, e->info.max_streams, e->info.ctx_tokens,
+        (rc = place_dense(e, opt, err)) != 0 ||
+        (rc = plan_cache(e, opt, &n_page, err)) != 0)
+        return rc;
+    const int64_t n = e->info.max_streams;
+    if ((rc = hx_cache_open(&e->cache, d, e->dev, e->info.max_streams, e->info.ctx_tokens,
                             n_page, fmt, err)) != 0 ||
         (rc = hx_graph_open(&e->decode, e->model, e->dev, e->cache, n, n,
                             e->info.ctx_tokens, err)) != 0 ||

@@ -68,6 +68,19 @@ void hx_sched_pick_decoded(hx_costs *c, hx_pick_state *s, int32_t rows, float us
 void hx_sched_pick_read(hx_costs *c, hx_pick_state *s, int64_t layer, int64_t blocks,
                         bool full, float us);
 
+/* ---- the size of sequence memory (engine.c) --------------------------- */
+
+typedef struct {
+    uint64_t budget_bytes, slot_bytes, page_bytes;
+    int64_t ctx_tokens; /* that must fit; 0: as many as do */
+    bool fewer;         /* streams than are named, if that is better */
+} hx_cache_want;
+
+/* Sequence memory for info->max_streams streams, or for fewer where it may, so that their
+ * states take half of the budget at most, or that one has the context that must fit. Sets
+ * max_streams and ctx_tokens. Returns pages; 0: not enough. */
+int64_t hx_engine_fit_cache(hx_info *info, const hx_cache_want *w);
+
 /* ---- sampling state (sample.c) ---------------------------------------- */
 
 /* Ids seen so far with their counts; only kept when a penalty asks for it. */

@@ -725,6 +725,42 @@ static void test_torture(void **state)
     assert_true(fails > 100);
 }
 
+/* GLM-5.3-Flash on GPUs of 12, 16 and 24 GiB: a quarter of what weights leave. */
+static void test_cache_fits(void **state)
+{
+    const uint64_t slot = 200u << 20, page = 64 * 12000, gib = 1u << 30;
+    const struct {
+        hx_cache_want w;
+        int32_t streams;
+        int64_t ctx_least, ctx_most; /* 0, 0: does not fit */
+    } of[] = {
+        { { gib, slot, page, 0, true }, 2, 50000, 60000 },
+        { { 2 * gib, slot, page, 0, true }, 5, 80000, 100000 },
+        { { 4 * gib, slot, page, 0, true }, 8, 180000, 230000 },
+        { { gib, slot, page, 60000, true }, 1, 60000, 60000 },
+        { { gib, slot, page, 8192, true }, 4, 8192, 8192 },
+        { { gib, slot, page, 8192, false }, 8, 0, 0 },
+        { { gib, slot, page, 80000, true }, 1, 0, 0 },
+        { { slot, slot, page, 0, true }, 1, 0, 0 },
+    };
+
+    (void)state;
+    for (size_t i = 0; i < HX_LEN(of); i++) {
+        hx_info info = { .max_streams = 8, .ctx_trained_tokens = 1 << 20 };
+        const int64_t pages = hx_engine_fit_cache(&info, &of[i].w);
+
+        assert_int_equal(pages > 0, of[i].ctx_most > 0);
+        assert_int_equal(info.max_streams, of[i].streams);
+        assert_true((uint64_t)pages * page + (uint64_t)info.max_streams * slot <=
+                        of[i].w.budget_bytes ||
+                    pages == 0);
+        if (pages > 0)
+            assert_in_range(info.ctx_tokens, of[i].ctx_least, of[i].ctx_most);
+        if (of[i].w.ctx_tokens > 0 && pages > 0)
+            assert_true(pages * 64 >= of[i].w.ctx_tokens);
+    }
+}
+
 /* engine_test [PATTERN]: only the tests whose names match. */
 /* engine_test [PATTERN [DEVICE]] */
 int main(int argc, char **argv)
@@ -746,6 +782,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_render),
         cmocka_unit_test(test_no_injection),
         cmocka_unit_test(test_options),
+        cmocka_unit_test(test_cache_fits),
         cmocka_unit_test(test_torture),
     };
 

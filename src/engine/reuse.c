@@ -38,11 +38,18 @@ static void find_roles(hx_reuse *r, const hx_engine *e)
     }
 }
 
-/* Weights have their memory by now: half of what they left, too. */
-static uint64_t default_ram_bytes(void)
+/* Weights are in host memory, too, unless a GPU has them all; without one, sequence memory
+ * is. */
+static uint64_t default_ram_bytes(const hx_engine *e)
 {
-    return HX_MIN(HX_MIN(hx_sys_mem_bytes() / 8, hx_sys_mem_free_bytes() / 2),
-                  UINT64_C(16) << 30);
+    const uint64_t all = hx_sys_mem_bytes(),
+                   weights = hx_dev_is_host(e->dev) || e->model->store != NULL
+                                 ? e->model->weight_bytes
+                                 : 0,
+                   taken = weights + (hx_dev_is_host(e->dev) ? e->cache->bytes : 0),
+                   left = all > taken ? (all - taken) / 2 : 0;
+
+    return HX_MAX(HX_MIN(HX_MIN(all / 8, left), UINT64_C(16) << 30), all / 64);
 }
 
 int hx_reuse_open(hx_engine *e, const hx_options *opt, hx_err *err)
@@ -54,7 +61,7 @@ int hx_reuse_open(hx_engine *e, const hx_options *opt, hx_err *err)
         return hx_fail(err, HX_ENOMEM, "kept prefixes: no memory");
     pthread_cond_init(&r->answered, NULL);
     r->mode = opt->prefix;
-    r->ram_bytes = opt->park_ram_bytes != 0 ? opt->park_ram_bytes : default_ram_bytes();
+    r->ram_bytes = opt->park_ram_bytes != 0 ? opt->park_ram_bytes : default_ram_bytes(e);
     e->info.park_ram_bytes = r->mode != HX_PREFIX_OFF ? r->ram_bytes : 0;
     find_roles(r, e);
     if ((rc = hx_prefix_open(&r->tree, e->cache, r->ram_bytes,
@@ -291,15 +298,15 @@ hx_admit hx_reuse_admit(hx_engine *e, hx_stream *s, int32_t n_pages)
     if (s->parked != NULL)
         return admit_parked(e, s, n_pages) ? HX_ADMIT_YES : HX_ADMIT_NO;
     m = find(e, s);
-    if (!has_pages(e, n_pages, m.node) && e->n_run == 0 &&
+    if (!has_pages(e, n_pages, m.node) && e->n_run == 0 && e->reuse->n_reading == 0 &&
         e->reuse->tree->pinned_pages > 0)
         release_pins(e);
     if (!has_pages(e, n_pages, m.node))
         return HX_ADMIT_NO;
     if (m.node != NULL && hx_prefix_on_disk(m.node)) {
-        if (hx_reuse_disk_load(e, m.node))
-            return HX_ADMIT_READING;
-        m.node = NULL; /* no memory for it: from the start, then */
+        if (hx_reuse_disk_load(e, m.node) || e->reuse->n_reading > 0)
+            return HX_ADMIT_READING; /* or others are, which have the memory now */
+        m.node = NULL;               /* no memory for it: from the start, then */
     }
     if ((s->slot = hx_cache_take(e->cache)) < 0)
         return HX_ADMIT_NO;
@@ -643,18 +650,22 @@ void hx_reuse_status(const hx_engine *e, hx_status *out)
     out->disk_bytes = (uint64_t)atomic_load(&r->disk);
 }
 
-/* Each is counted with two states: where it ends, and one before, to fall back to. */
+/* Each is counted with two states: where it ends, and one before, to fall back to; a third
+ * never costs another its second. Beside these there is room for what one prompt makes at a
+ * time. */
 hx_fit hx_cache_fit(hx_engine *e, int64_t n_tokens)
 {
     const hx_info *i = &e->info;
     const uint64_t pages = (uint64_t)(HX_MAX(n_tokens, 1) + HX_PAGE - 1) / HX_PAGE,
-                   states = 2 * (hx_cache_state_bytes(e->cache, 1) + row_bytes(e)),
-                   all = pages * e->cache->page_bytes + states,
-                   here = HX_MIN((uint64_t)e->cache->n_page / pages,
-                                 i->park_ram_bytes / states);
+                   state = hx_cache_state_bytes(e->cache, 1) + row_bytes(e),
+                   chunk = (uint64_t)i->chunk_tokens / HX_PAGE,
+                   making = HX_MIN(HX_MIN(chunk, pages), HX_SNAP_MAX) + 1,
+                   all = pages * e->cache->page_bytes + 2 * state,
+                   ram = i->park_ram_bytes - HX_MIN(i->park_ram_bytes, making * state),
+                   here = HX_MIN((uint64_t)e->cache->n_page / pages, ram / (2 * state));
 
     return (hx_fit) { .here = (int64_t)here,
-                      .in_ram = (int64_t)((i->park_ram_bytes - here * states) / all),
+                      .in_ram = (int64_t)((ram - here * 2 * state) / all),
                       .on_disk = (int64_t)(i->park_disk_bytes / all) };
 }
 

@@ -4,6 +4,7 @@
 #include "../../tests/golden.h"
 
 #include <dirent.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <sys/stat.h>
@@ -606,6 +607,81 @@ static void test_restart(void **state)
     restart_case(HX_KV_FP8, HX_KV_BF16);
 }
 
+/* A request whose state lies on a disk that does not answer waits for it; others go on, but
+ * leave a place for it. When the disk fails it begins anew, with the same answer. */
+static void test_slow_disk(void **state)
+{
+    const hx_options disk = { .ctx_tokens = 2048, .max_streams = 2, .park_dir = folder };
+    int32_t *t = hx_new(int32_t, N_MAX);
+    answer *a = hx_new(answer, 1), *b = hx_new(answer, 1);
+    char path[64][128];
+    int fd[64], n = 0;
+    struct dirent *f;
+    hx_status st;
+
+    (void)state;
+    snprintf(folder, sizeof folder, "/tmp/hoist-reuse-XXXXXX");
+    assert_non_null(mkdtemp(folder));
+    hx_engine *e = open_with(&disk);
+    make_text(e, t, N_MAX, 78);
+    ask(e, t, 1000, 8, b);
+    hx_close(e);
+    e = open_with(&disk);
+    DIR *d = opendir(folder);
+    while ((f = readdir(d)) != NULL && n < 64)
+        if (f->d_name[0] != '.')
+            snprintf(path[n++], sizeof *path, "%.30s/%.90s", folder, f->d_name);
+    closedir(d);
+    assert_in_range(n, 1, 63);
+    for (int i = 0; i < n; i++) { /* pipes that nobody writes to */
+        assert_int_equal(unlink(path[i]), 0);
+        assert_int_equal(mkfifo(path[i], 0600), 0);
+    }
+    const hx_request r = { .tokens = t,
+                           .n_tokens = 1000,
+                           .max_new = 8,
+                           .ignore_eos = true,
+                           .temperature = 1,
+                           .seed = 5,
+                           .want_logprobs = true };
+    hx_request other = { .tokens = t + 500,
+                         .n_tokens = 300,
+                         .max_new = 500,
+                         .ignore_eos = true,
+                         .no_store = true,
+                         .want_logprobs = true };
+    hx_stream *slow = submit(e, &r);
+    ask(e, t + 700, 200, 8, a);
+    hx_stream *beside = submit(e, &other);
+    wait_token(beside, a);
+    hx_stream *third = submit(e, &other);
+    for (int i = 0; i < 3; i++) {
+        wait_token(beside, a);
+        hx_get_status(e, &st);
+        assert_int_equal(st.running, 1);
+        assert_int_equal(st.waiting, 2);
+    }
+    for (int i = 0; i < n; i++)
+        assert_true((fd[i] = open(path[i], O_RDWR)) >= 0);
+    read_all(slow, a);
+    assert_same(a, b);
+    hx_cancel(beside);
+    hx_cancel(third);
+    read_all(beside, a);
+    read_all(third, a);
+    hx_stream_free(slow);
+    hx_stream_free(beside);
+    hx_stream_free(third);
+    hx_close(e);
+    for (int i = 0; i < n; i++)
+        close(fd[i]);
+    files_in_folder(true);
+    rmdir(folder);
+    hx_free(t);
+    hx_free(a);
+    hx_free(b);
+}
+
 static void test_fit(void **state)
 {
     hx_engine *e = open_with(&(hx_options) {
@@ -843,9 +919,9 @@ static void test_failing_memory(void **state)
     hx_free(a);
 }
 
-/* The figure is true: so many conversations, had one after the other, all go on without
- * reading more than half of themselves again. */
-static void fit_is_true(int64_t n_prompt, uint64_t ram)
+/* The figure is true: so many conversations, had one after the other, each so much older than
+ * the next, all go on without reading more than half of themselves again. */
+static void fit_is_true(int64_t n_prompt, uint64_t ram, int64_t age_us)
 {
     enum { ANSWER = 40 };
     hx_engine *e = open_with(
@@ -862,6 +938,8 @@ static void fit_is_true(int64_t n_prompt, uint64_t ram)
         make_text(e, t, n_prompt, 1000 + (uint64_t)k);
         ask(e, t, n_prompt, ANSWER, a);
         memcpy(said + k * ANSWER, a->token, ANSWER * sizeof *said);
+        for (hx_node *s = e->reuse->tree->snap; s != NULL; s = s->snap->next)
+            s->snap->used_us -= age_us; /* the engine is idle */
     }
     for (int64_t k = 0; k < n; k++) {
         make_text(e, t, n_prompt, 1000 + (uint64_t)k);
@@ -887,9 +965,12 @@ static void fit_is_true(int64_t n_prompt, uint64_t ram)
 static void test_fit_is_true(void **state)
 {
     (void)state;
-    fit_is_true(560, 40u << 20);
-    fit_is_true(210, 30u << 20);
-    fit_is_true(900, 100u << 20);
+    fit_is_true(560, 40u << 20, 0);
+    fit_is_true(210, 30u << 20, 0);
+    fit_is_true(900, 100u << 20, 0);
+    fit_is_true(560, 40u << 20, INT64_C(3600000000));
+    fit_is_true(900, 40u << 20, INT64_C(3600000000));
+    fit_is_true(900, 100u << 20, INT64_C(3600000000));
 }
 
 /* reuse_test [PATTERN [DEVICE]]: only the tests whose names match. On a device whose decode rows
@@ -911,6 +992,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_disk_too_large),
         cmocka_unit_test(test_disk_of_other),
         cmocka_unit_test(test_failing_memory),
+        cmocka_unit_test(test_slow_disk),
         cmocka_unit_test(test_fit),
         cmocka_unit_test(test_fit_is_true),
     };

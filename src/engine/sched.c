@@ -1124,31 +1124,41 @@ static int32_t n_running_of(const hx_engine *e, uint64_t client)
     return n;
 }
 
-/* The first in the queue whose client may have one more, or NULL. */
-static hx_stream *next_waiting(const hx_engine *e)
+/* The first in the queue from *at on whose client may have one more, or NULL. */
+static hx_stream *next_waiting(const hx_engine *e, int64_t *at)
 {
-    for (int64_t i = 0; i < e->n_wait; i++) {
-        const uint64_t client = e->wait[i]->req.client;
+    for (; *at < e->n_wait; ++*at) {
+        const uint64_t client = e->wait[*at]->req.client;
 
         if (client == 0 || e->client_streams == 0 ||
             n_running_of(e, client) < e->client_streams)
-            return e->wait[i];
+            return e->wait[*at];
     }
     return NULL;
 }
 
+/* What stays free for streams whose states are being read: others go on meanwhile, but none
+ * of these has to wait for them. */
+typedef struct {
+    int32_t slots, pages;
+} kept_free;
+
 /* A slot, and pages for the prompt and the beginning of the answer; the rest comes as it
  * grows. Others grow too: a page each stays free for them, and what they may grow while a
  * preempted stream feeds its tokens again, or it would be preempted before it is through. */
-static hx_admit admit_one(hx_engine *e, hx_stream *s)
+static hx_admit admit_one(hx_engine *e, hx_stream *s, kept_free *keep)
 {
     const int64_t all = s->n_prompt + s->max_new, now = HX_MIN(all, s->n_token + MARGIN);
     const int32_t need = pages_of(now),
                   others = e->n_run * (1 + pages_of(s->n_token - s->n_prompt));
-    const hx_admit got = e->n_run == e->info.max_streams
+    const hx_admit got = e->n_run + keep->slots >= e->info.max_streams
                              ? HX_ADMIT_NO
-                             : hx_reuse_admit(e, s, need + others);
+                             : hx_reuse_admit(e, s, need + others + keep->pages);
 
+    if (got == HX_ADMIT_READING) {
+        keep->slots++;
+        keep->pages += need + others;
+    }
     if (got != HX_ADMIT_YES)
         return got;
     forget(e->wait, &e->n_wait, s);
@@ -1189,14 +1199,18 @@ static hx_stream *victim_for(const hx_engine *e, const hx_stream *s)
 
 static void admit(hx_engine *e)
 {
+    kept_free keep = { 0, 0 };
     hx_stream *s, *low;
     bool moved = false;
+    int64_t at = 0;
 
-    while ((s = next_waiting(e)) != NULL) {
-        const hx_admit got = admit_one(e, s);
+    while ((s = next_waiting(e, &at)) != NULL) {
+        const hx_admit got = admit_one(e, s, &keep);
 
         moved = moved || got == HX_ADMIT_YES;
-        if (got == HX_ADMIT_NO && (low = victim_for(e, s)) != NULL)
+        if (got == HX_ADMIT_READING)
+            at++;
+        else if (got == HX_ADMIT_NO && (low = victim_for(e, s)) != NULL)
             preempt(e, low);
         else if (got != HX_ADMIT_YES)
             break;

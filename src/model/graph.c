@@ -14,7 +14,6 @@
 #define SCORE_ROWS 64 /* whose index scores are computed together, at full context */
 /* On a device with memory of its own: */
 #define FULL_ROWS   256
-#define MOE_ROWS    8192 /* some 200 for each expert */
 #define SCORE_BYTES ((size_t)128 << 20)
 /* Of a synthetic model's picks, so many are predicted one layer before: published runs of
  * real models say 0.65 to 0.75. */
@@ -123,7 +122,7 @@ static size_t area_bytes(const hx_graph *g, int64_t rows)
         bytes = HX_MAX(bytes, call_bytes(d, k, full_rows(g, rows)));
     return hx_dev_is_host(g->dev)
                ? bytes
-               : HX_MAX(bytes, call_bytes(d, MOE, HX_MIN(rows, MOE_ROWS)));
+               : HX_MAX(bytes, call_bytes(d, MOE, HX_MIN(rows, HX_MOE_ROWS)));
 }
 
 static size_t score_bytes(const hx_graph *g, int64_t rows)
@@ -501,6 +500,7 @@ static void set_window(hx_graph *g, hx_layer_call *c, int64_t row0, int64_t n, b
             end = b->snap[i].row;
             c->keep = b->snap[i].state;
         }
+    c->last = end == b->rows.n_row;
     c->rows = b->rows;
     c->rows.dev = g->span;
     if (end - row0 == b->rows.n_row)

@@ -498,6 +498,7 @@ int hx_layers_moe(const hx_layer_call *c, const hx_layer *w, hx_err *err)
                                 .rows = rows,
                                 .active = d->n_active,
                                 .dim = d->width };
+    const hx_store_call call = { c->layer, c->all_rows, c->last };
     const bool ahead = c->phase == HX_PHASE_DECODE && c->store != NULL &&
                        hx_ahead_after(c->store, c->layer);
     int rc;
@@ -513,15 +514,17 @@ int hx_layers_moe(const hx_layer_call *c, const hx_layer *w, hx_err *err)
     if (c->drawn.p != NULL)
         moe.id = drawn_at(c, c->layer);
     hx_count(HX_C_expert_rows_total, rows * d->n_active);
-    if (c->store != NULL) {
-        rc = c->phase == HX_PHASE_DECODE
-                 ? hx_store_plan(c->store, c->layer, rows, moe.id, c->x, &moe, &combine,
-                                 err)
-                 : hx_store_prefill(c->store, c->layer, c->all_rows, &moe, err);
-        if (rc != 0)
+    if (c->store != NULL && c->phase == HX_PHASE_DECODE &&
+        (rc = hx_store_plan(c->store, c->layer, rows, moe.id, c->x, &moe, &combine,
+                            err)) != 0)
+        return rc;
+    do {
+        if ((c->store != NULL && moe.prefill &&
+             (rc = hx_store_prefill(c->store, &call, &moe, err)) != 0) ||
+            (rc = hx_op_moe(c->dev, &moe, err)) != 0)
             return rc;
-    }
-    if ((rc = hx_op_moe(c->dev, &moe, err)) != 0 || (rc = join_side(c, err)) != 0 ||
+    } while (moe.end != 0 && moe.end < d->n_expert);
+    if ((rc = join_side(c, err)) != 0 ||
         (c->store != NULL && c->phase == HX_PHASE_DECODE &&
          (rc = hx_ahead_end(c->store, c->layer, err)) != 0) ||
         (ahead &&

@@ -1,5 +1,6 @@
-/* lend.c - slots of the expert store lent to long prompts: two halves that take whole
- * layers' experts in turn, one layer ahead, and workspace before them. See store.h.
+/* lend.c - slots of the expert store lent to long prompts: places that take layers' experts
+ * in turn and ahead, two for whole layers, or where slots are few some for parts of them; and
+ * workspace before these. See store.h.
  *
  * The device's one list of operations keeps all apart: who was in a slot is announced gone
  * before the slot is written, pushes begin after the operations before them, and operations
@@ -10,19 +11,22 @@
 #include "model/model.h"
 #include "model/store.h"
 
-/* Where a whole layer's experts go. */
+/* A place for a part of a layer's experts. */
 struct hx_stage {
-    int64_t layer; /* whose; -1: nobody's */
+    int64_t part;  /* which: layer * n_part + its number there; -1: none */
     int64_t begun; /* experts before this one are there or on their way */
     uint64_t ticket;
-    hx_buf at;     /* hx_lease [E] on the device */
+    hx_buf at;     /* hx_lease [E] on the device; those of other parts mean nothing */
     hx_lease *row; /* [E] the same, locked host memory */
     hx_buf shared;
-    int32_t slot0; /* first of the E slots */
+    int32_t slot0; /* first of its slots */
 };
 
 struct hx_lend {
-    struct hx_stage stage[2];
+    struct hx_stage stage[HX_LEND_PARTS + 1]; /* [n_stage] */
+    int64_t n_stage;
+    int64_t n_part, n_in_part; /* of a layer; experts in each, but maybe the last */
+    int64_t at;                /* the part that is worked with next; -1: not known */
     hx_buf told; /* i32 [n_layer, TOLD_ROWS, A] locked host memory: picks of a prompt */
     int64_t *n_told; /* [n_layer] how many */
     int32_t next;    /* slots from here on may have nobody yet */
@@ -45,12 +49,35 @@ bool hx_lend_is_on(const hx_store *s)
     return s->clock.n_slot < s->n_all_slot;
 }
 
-/* Decode keeps an eighth of its slots. */
-uint64_t hx_store_lendable(const hx_store *s)
+static int64_t in_part(const hx_store *s, int64_t n_part)
 {
-    const int64_t n = s->n_all_slot - s->n_all_slot / 8 - 2 * s->n_expert;
+    return (s->n_expert + n_part - 1) / n_part;
+}
+
+/* Decode keeps an eighth of its slots. */
+uint64_t hx_store_lendable(const hx_store *s, int64_t n_part, int64_t n_place)
+{
+    const int64_t n = s->n_all_slot - s->n_all_slot / 8 - n_place * in_part(s, n_part);
 
     return s->lend != NULL && n > 0 ? (uint64_t)n * s->record_bytes : 0;
+}
+
+void hx_store_cut(hx_store *s, int64_t n_part, int64_t n_place)
+{
+    struct hx_lend *l = s->lend;
+
+    hx_assert(hx_store_lendable(s, n_part, n_place) > 0 && !hx_lend_is_on(s));
+    l->n_in_part = in_part(s, n_part);
+    l->n_part = (s->n_expert + l->n_in_part - 1) / l->n_in_part;
+    l->n_stage = HX_MIN(n_place, l->n_part + 1);
+    for (int64_t i = 0; i < l->n_stage; i++)
+        l->stage[i].slot0 = s->n_all_slot - (int32_t)((l->n_stage - i) * l->n_in_part);
+}
+
+static void forget_parts(struct hx_lend *l)
+{
+    for (size_t i = 0; i < HX_LEN(l->stage); i++)
+        l->stage[i].part = -1;
 }
 
 /* How often an expert must have been picked to be among the n picked most that live in
@@ -133,7 +160,7 @@ static int lend_from(hx_store *s, int32_t first, hx_err *err)
     s->clock.n_slot = first;
     s->clock.hand = 0;
     hx_store_drop_moves(s, first);
-    l->stage[0].layer = l->stage[1].layer = -1;
+    forget_parts(l);
     if ((rc = hx_dev_push_mark(s->dev, &pushes, err)) != 0)
         return rc;
     return hx_dev_await_push(s->dev, pushes, err);
@@ -195,7 +222,8 @@ int hx_lend_end(hx_store *s, hx_err *err)
     if (l == NULL || (hx_lend_is_on(s) && l->keep))
         return 0;
     if (hx_lend_is_on(s)) {
-        l->stage[0].layer = l->stage[1].layer = -1;
+        forget_parts(l);
+        l->at = -1;
         l->next = s->clock.n_slot;
         s->clock.n_slot = s->n_all_slot;
         count_told(s);
@@ -211,11 +239,27 @@ int hx_lend_end(hx_store *s, hx_err *err)
 
 /* ---- a layer's experts ----------------------------------------------------------------- */
 
-/* Starts bringing a layer's experts to a half: those before end that are not on their way
+static int64_t layer_of(const hx_store *s, int64_t part)
+{
+    return part / s->lend->n_part;
+}
+
+static int64_t first_of(const hx_store *s, int64_t part)
+{
+    return part % s->lend->n_part * s->lend->n_in_part;
+}
+
+static int64_t end_of(const hx_store *s, int64_t part)
+{
+    return HX_MIN(first_of(s, part) + s->lend->n_in_part, s->n_expert);
+}
+
+/* Starts bringing a part to its place: the experts before end that are not on their way
  * yet. Runs of neighbours go as one push. */
 static int stage_experts(hx_store *s, struct hx_stage *h, int64_t end, hx_err *err)
 {
-    const int64_t item0 = h->layer * s->n_expert;
+    const int64_t item0 = layer_of(s, h->part) * s->n_expert;
+    const int32_t slot0 = h->slot0 - (int32_t)first_of(s, h->part); /* of expert 0 */
     int64_t run = 0; /* experts before h->begun that wait to go together */
     int rc;
 
@@ -226,7 +270,7 @@ static int stage_experts(hx_store *s, struct hx_stage *h, int64_t end, hx_err *e
 
         if (run > 0 &&
             (e == end || slot >= 0 || home != s->home[item0 + e - 1] + s->record_bytes)) {
-            const hx_buf to = hx_store_slot(s, h->slot0 + (int32_t)(e - run));
+            const hx_buf to = hx_store_slot(s, slot0 + (int32_t)(e - run));
             const size_t bytes = (size_t)run * s->record_bytes;
 
             s->stats.stage_bytes += bytes;
@@ -236,11 +280,10 @@ static int stage_experts(hx_store *s, struct hx_stage *h, int64_t end, hx_err *e
         }
         if (e == end)
             break;
-        h->row[e] =
-            hx_store_lease(s, item0 + e, slot >= 0 ? slot : h->slot0 + (int32_t)e);
+        h->row[e] = hx_store_lease(s, item0 + e, slot >= 0 ? slot : slot0 + (int32_t)e);
         run += slot < 0;
     }
-    if (end < s->n_expert)
+    if (end < end_of(s, h->part))
         return 0;
     if ((rc = hx_dev_push(s->dev, h->at, h->row, h->at.n, err)) != 0)
         return rc;
@@ -249,14 +292,14 @@ static int stage_experts(hx_store *s, struct hx_stage *h, int64_t end, hx_err *e
 
 static int stage_rest(hx_store *s, struct hx_stage *h, hx_err *err)
 {
-    return h->layer < 0 || h->begun == s->n_expert
+    return h->part < 0 || h->begun == end_of(s, h->part)
                ? 0
-               : stage_experts(s, h, s->n_expert, err);
+               : stage_experts(s, h, end_of(s, h->part), err);
 }
 
-/* A layer gets a half, after all operations so far. */
-static int stage_layer(hx_store *s, struct hx_stage *h, int64_t layer, int64_t end,
-                       hx_err *err)
+/* A part gets a place, after all operations so far. */
+static int stage_part(hx_store *s, struct hx_stage *h, int64_t part, int64_t end,
+                      hx_err *err)
 {
     const int rc = hx_dev_hold_push(s->dev, err);
 
@@ -264,62 +307,137 @@ static int stage_layer(hx_store *s, struct hx_stage *h, int64_t layer, int64_t e
         return rc;
     while (h->ticket != 0 && !hx_dev_pushed(s->dev, h->ticket))
         sched_yield(); /* its table is still being read */
-    h->layer = layer;
-    h->begun = 0;
+    h->part = part;
+    h->begun = first_of(s, part);
     return stage_experts(s, h, end, err);
+}
+
+static struct hx_stage *place_of(struct hx_lend *l, int64_t part)
+{
+    for (int64_t i = 0; i < l->n_stage; i++)
+        if (l->stage[i].part == part)
+            return &l->stage[i];
+    return NULL;
+}
+
+/* Parts in the order in which they are worked with, and of the last one the experts before
+ * end. */
+typedef struct {
+    int64_t part[HX_LEND_PARTS + 1], n, end;
+} parts;
+
+/* Those that have no place yet get that of a part which is not among them. There is one: they
+ * are as many as places at most. */
+static int stage_all(hx_store *s, const parts *p, hx_err *err)
+{
+    struct hx_lend *l = s->lend;
+    int rc = 0;
+
+    for (int64_t i = 0; rc == 0 && i < p->n; i++) {
+        struct hx_stage *h = place_of(l, p->part[i]);
+
+        for (int64_t k = 0; h == NULL; k++) {
+            int64_t of = 0;
+
+            while (of < p->n && p->part[of] != l->stage[k].part)
+                of++;
+            if (of < p->n)
+                continue;
+            h = &l->stage[k];
+            rc = stage_part(s, h, p->part[i],
+                            i == p->n - 1 ? p->end : end_of(s, p->part[i]), err);
+        }
+        if (rc == 0 && (i < p->n - 1 || p->end == end_of(s, p->part[i])))
+            rc = stage_rest(s, h, err);
+    }
+    return rc;
 }
 
 int hx_store_stage(hx_store *s, hx_err *err)
 {
-    int rc = 0;
+    const struct hx_lend *l = s->lend;
+    parts p = { .n = 0 };
 
-    for (int i = 0; rc == 0 && s->lend != NULL && i < 2; i++)
-        rc = stage_rest(s, &s->lend->stage[i], err);
-    return rc;
+    if (l == NULL || l->at < 0)
+        return 0;
+    do
+        p.part[p.n] = l->at + p.n;
+    while (++p.n < l->n_stage && (l->at + p.n) % l->n_part != 0);
+    p.end = end_of(s, p.part[p.n - 1]);
+    return stage_all(s, &p, err);
 }
 
 int hx_store_lend(hx_store *s, uint64_t bytes, hx_buf *out, hx_err *err)
 {
-    struct hx_stage *h = s->lend->stage;
+    struct hx_lend *l = s->lend;
     const int32_t first =
-        h->slot0 - (int32_t)((bytes + s->record_bytes - 1) / s->record_bytes);
-    const int64_t layer = next_moe(s, -1);
+        l->stage[0].slot0 - (int32_t)((bytes + s->record_bytes - 1) / s->record_bytes);
     int rc;
 
-    hx_assert(bytes <= hx_store_lendable(s));
+    hx_assert(bytes <= hx_store_lendable(s, l->n_part, l->n_stage));
     *out = hx_store_slot(s, first);
     out->n = bytes;
-    s->lend->keep = true;
-    if ((rc = lend_from(s, first, err)) != 0 || h[1].layer == layer || h->layer == layer)
+    l->keep = true;
+    if ((rc = lend_from(s, first, err)) != 0)
         return rc;
-    /* Layers before it run meanwhile. */
-    return stage_layer(s, h, layer, s->n_expert, err);
+    l->at = next_moe(s, -1) * l->n_part;
+    return hx_store_stage(s, err); /* layers before it run meanwhile */
 }
 
-int hx_store_prefill(hx_store *s, int64_t layer, int64_t rows, hx_moe_args *moe,
-                     hx_err *err)
+/* What is worked with after a part of the layer or of the next one; -1: not known. */
+static int64_t part_after(const hx_store *s, const hx_store_call *c, int64_t part)
 {
-    const int64_t next = next_moe(s, layer);
-    struct hx_stage *h, *other;
+    const int64_t n = s->lend->n_part, layer = next_moe(s, c->layer);
+
+    if ((part + 1) % n != 0)
+        return part + 1;
+    if (part / n != c->layer)
+        return -1;
+    if (n > 1 && !c->last)
+        return c->layer * n;
+    return layer >= 0 ? layer * n : -1;
+}
+
+/* A part, and what has a place beside it: of the next layer half at most. */
+static parts parts_from(const hx_store *s, const hx_store_call *c, int64_t part)
+{
+    const struct hx_lend *l = s->lend;
+    parts p = { .n = 0 };
+    int64_t w = part, ahead = 0;
+
+    do {
+        p.part[p.n++] = w;
+        w = part_after(s, c, w);
+        ahead += w >= 0 && layer_of(s, w) != c->layer;
+    } while (p.n < l->n_stage && w >= 0 && w != part &&
+             ahead <= HX_MAX(l->n_part / 2, 1));
+    w = p.part[p.n - 1];
+    p.end = l->n_part == 1 && p.n > 1 ? s->n_expert / 2 : end_of(s, w);
+    return p;
+}
+
+int hx_store_prefill(hx_store *s, const hx_store_call *c, hx_moe_args *moe, hx_err *err)
+{
+    struct hx_lend *l = s->lend;
+    int64_t part;
+    parts p;
     int rc;
 
-    moe->at = hx_store_row(s, s->at, layer, sizeof(hx_lease));
+    moe->at = hx_store_row(s, s->at, c->layer, sizeof(hx_lease));
     /* With two picks for each expert, most are needed: all come. */
-    if (s->lend == NULL || rows * s->n_active < 2 * s->n_expert)
+    if (l == NULL || c->rows * s->n_active < 2 * s->n_expert)
         return 0;
-    h = s->lend->stage;
-    if ((rc = lend_from(s, h[0].slot0, err)) != 0)
+    part = c->layer * l->n_part + moe->end / l->n_in_part;
+    p = parts_from(s, c, part);
+    if ((rc = lend_from(s, l->stage[0].slot0, err)) != 0 ||
+        (rc = stage_all(s, &p, err)) != 0 ||
+        (moe->end == 0 && (rc = tell_picks(s, c->layer, moe, err)) != 0))
         return rc;
-    h += h[1].layer == layer;
-    other = &s->lend->stage[h == s->lend->stage];
-    if ((h->layer != layer && (rc = stage_layer(s, h, layer, 0, err)) != 0) ||
-        (rc = stage_rest(s, h, err)) != 0 ||
-        (next >= 0 && other->layer != next &&
-         (rc = stage_layer(s, other, next, s->n_expert / 2, err)) != 0) ||
-        (rc = tell_picks(s, layer, moe, err)) != 0)
-        return rc;
-    moe->at = h->at;
-    return hx_dev_await_push(s->dev, h->ticket, err);
+    l->at = part_after(s, c, part);
+    moe->at = place_of(l, part)->at;
+    moe->first = first_of(s, part);
+    moe->end = end_of(s, part);
+    return hx_dev_await_push(s->dev, place_of(l, part)->ticket, err);
 }
 
 /* ---- open and close --------------------------------------------------------------------- */
@@ -328,23 +446,31 @@ int hx_lend_open(hx_store *s, uint64_t n_expert, hx_err *err)
 {
     const size_t bytes = (size_t)s->n_expert * sizeof(hx_lease);
     struct hx_lend *l;
+    int64_t n_part = 1;
     int rc;
 
-    if (s->n_all_slot < 2 * s->n_expert || (uint64_t)s->n_all_slot == n_expert)
+    if ((uint64_t)s->n_all_slot == n_expert)
         return 0;
     s->lend = l = hx_new(struct hx_lend, 1);
     if (l == NULL || (l->n_told = hx_new(int64_t, s->n_layer)) == NULL)
         return hx_fail(err, HX_ENOMEM, "expert store: no memory");
+    if (hx_store_lendable(s, n_part, 2) == 0)
+        n_part = HX_LEND_PARTS;
+    if (hx_store_lendable(s, n_part, 2) == 0) { /* too few slots */
+        hx_lend_close(s);
+        return 0;
+    }
+    hx_store_cut(s, n_part, 2);
+    l->at = -1;
     l->next = s->n_all_slot;
     if ((rc = hx_dev_shared(
              s->dev, &l->told,
              (size_t)(s->n_layer * TOLD_ROWS * s->n_active) * sizeof(int32_t), err)) != 0)
         return rc;
-    for (int i = 0; i < 2; i++) {
+    for (size_t i = 0; i < HX_LEN(l->stage); i++) {
         struct hx_stage *h = &l->stage[i];
 
-        h->layer = -1;
-        h->slot0 = s->n_all_slot - (int32_t)((2 - i) * s->n_expert);
+        h->part = -1;
         if ((rc = hx_dev_alloc(s->dev, &h->at, bytes, err)) != 0 ||
             (rc = hx_dev_shared(s->dev, &h->shared, bytes, err)) != 0)
             return rc;
@@ -357,7 +483,7 @@ void hx_lend_close(hx_store *s)
 {
     struct hx_lend *l = s->lend;
 
-    for (int i = 0; l != NULL && i < 2; i++) {
+    for (size_t i = 0; l != NULL && i < HX_LEN(l->stage); i++) {
         hx_dev_free(s->dev, &l->stage[i].at);
         hx_dev_unshared(s->dev, &l->stage[i].shared);
     }
@@ -366,4 +492,5 @@ void hx_lend_close(hx_store *s)
         hx_free(l->n_told);
     }
     hx_free(l);
+    s->lend = NULL;
 }

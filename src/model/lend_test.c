@@ -35,6 +35,7 @@ static void open_part(hx_engine **e, int64_t slots)
                      .n_threads = 2,
                      .max_streams = 4,
                      .prefix = HX_PREFIX_OFF,
+                     .no_canary = true, /* its prompt would have slots lent */
                      .expert_us = { 1, 10, 12, 4, 5 } };
     hx_err err;
 
@@ -119,13 +120,63 @@ static void expect_whole(const hx_engine *e)
     assert_true(hx_graph_room(e->prefill, HX_PREFILL_ROWS) == 0);
 }
 
-/* Chunks of 256 rows and of more, experts in place or staged: the same logits. */
+/* How often a prompt of N_ROW rows takes the experts of a layer there: once for each chunk
+ * where all of them have room, else once for each window of rows. */
+static int64_t passes(const hx_engine *e)
+{
+    const struct hx_lend *l = e->model->store->lend;
+    const int64_t most = e->costs.n_block;
+    int64_t n = 0;
+
+    for (int64_t left = N_ROW, rows; left > 0; left -= rows) {
+        const int64_t blocks = (left + HX_PAGE - 1) / HX_PAGE,
+                      chunks = (blocks + most - 1) / most;
+
+        rows = HX_MIN((blocks + chunks - 1) / chunks * HX_PAGE, left);
+        n += l->n_stage >= l->n_part || !hx_dev_is_host(e->dev)
+                 ? 1
+                 : (rows + HX_PREFILL_ROWS - 1) / HX_PREFILL_ROWS;
+    }
+    return n;
+}
+
+/* Each pass has brought all experts that live in no slot, and nothing twice. */
+static void expect_bytes(hx_engine *e, uint64_t bytes)
+{
+    const hx_store *s = e->model->store;
+    int64_t away = n_all;
+
+    assert_true(hx_lend_is_on(s));
+    for (int32_t i = 0; i < s->clock.n_slot; i++)
+        away -= s->clock.tenant[i] >= 0;
+    assert_int_equal(bytes, (uint64_t)(passes(e) * away) * s->record_bytes);
+}
+
+/* Layers come in so many parts, and chunks are as long as that leaves memory for. */
+static void cut(hx_engine *e, int64_t n_part, int64_t n_place)
+{
+    hx_costs *c = &e->costs;
+
+    hx_store_cut(e->model->store, n_part, n_place);
+    while (hx_graph_room(e->prefill, c->n_block * HX_PAGE) >
+           hx_store_lendable(e->model->store, n_part, n_place))
+        c->n_block--;
+}
+
+/* Chunks of 256 rows and of more, experts in place or brought, whole layers or parts of
+ * them: the same logits. */
 static void test_same_bits(void **state)
 {
     const struct {
-        int64_t slots;
-        bool longer;
-    } ways[] = { { n_all / 4, false }, { n_all - 1, true }, { n_all - 8, true } };
+        int64_t slots, n_part, n_place; /* 0: as is best */
+        bool lent, longer;
+    } ways[] = {
+        { 2, 0, 0, false, false },        { n_all / 20, 0, 0, true, false },
+        { n_all / 3, 2, 2, true, false }, { n_all * 3 / 4, 0, 0, true, true },
+        { n_all - 8, 1, 2, true, true },  { n_all - 1, 2, 2, true, true },
+        { n_all - 1, 2, 3, true, true },  { n_all - 1, 3, 2, true, true },
+        { n_all - 1, 4, 3, true, true },  { n_all - 1, 8, 9, true, true },
+    };
     float *want, *got;
     hx_engine *e;
     hx_info info;
@@ -139,12 +190,24 @@ static void test_same_bits(void **state)
     hx_close(e);
     for (size_t i = 0; i < HX_LEN(ways); i++) {
         open_part(&e, ways[i].slots);
-        print_message("           %2lld slots: chunks of %lld rows\n",
-                      (long long)ways[i].slots, (long long)e->prefill_rows);
-        assert_int_equal(e->prefill_rows > HX_PREFILL_ROWS, ways[i].longer);
+        hx_store *s = e->model->store;
+
+        if (ways[i].n_part > 0)
+            cut(e, ways[i].n_part, ways[i].n_place);
+        print_message(
+            "           %2lld slots: chunks of %lld rows, %lld places for %lld experts\n",
+            (long long)ways[i].slots, (long long)e->costs.n_block * HX_PAGE,
+            (long long)(s->lend != NULL ? s->lend->n_stage : 0),
+            (long long)(s->lend != NULL ? s->lend->n_in_part : 0));
+        assert_int_equal(s->lend != NULL, ways[i].lent);
+        assert_true(!ways[i].longer || e->costs.n_block * HX_PAGE > HX_PREFILL_ROWS);
         for (int round = 0; round < 2; round++) {
+            const uint64_t before = s->stats.stage_bytes;
+
             logits_of(e, got);
             assert_memory_equal(want, got, (size_t)info.n_vocab * N_OUT * sizeof(float));
+            if (s->lend != NULL)
+                expect_bytes(e, s->stats.stage_bytes - before);
         }
         hx_close(e);
     }
@@ -284,7 +347,8 @@ static void test_prompts_own(void **state)
         assert_int_equal(hx_next(s, &ev, 60000), 1);
     expect_whole(e);
     const hx_clock *c = &e->model->store->clock;
-    const int32_t lent = 2 * (int32_t)e->model->store->n_expert;
+    const struct hx_lend *l = e->model->store->lend;
+    const int32_t lent = (int32_t)(l->n_stage * l->n_in_part);
     int hot = 0, coldest = 255;
 
     assert_int_equal(c->n_slot, n_slot);

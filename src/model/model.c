@@ -130,6 +130,8 @@ typedef struct {
     const hx_model *from; /* its host memory is given back; NULL: is kept */
     hx_buf placed;
     size_t at;
+    bool host;           /* placed is host memory */
+    const hx_mat *apart; /* not this one */
 } placer;
 
 void hx_model_drop(const hx_model *m, const void *p, size_t bytes, bool evict)
@@ -149,7 +151,9 @@ static int place(placer *p, const void **w, size_t bytes, hx_err *err)
         return 0;
     if (p->dev != NULL) {
         to = hx_buf_at(p->placed, p->at);
-        if ((rc = hx_dev_put(p->dev, to, *w, bytes, err)) != 0)
+        if (p->host)
+            memcpy(to.p, *w, bytes);
+        else if ((rc = hx_dev_put(p->dev, to, *w, bytes, err)) != 0)
             return rc;
         if (p->from != NULL)
             hx_model_drop(p->from, *w, bytes, false);
@@ -172,6 +176,8 @@ static int place_mat(void *ud, hx_mat *w, hx_err *err)
                               : (size_t)(w->n * w->k) * elem[w->fmt];
     int rc;
 
+    if (w == ((const placer *)ud)->apart)
+        return 0;
     if ((rc = place(ud, &w->w, bytes, err)) != 0 ||
         (rc = place(ud, &w->scale, grid * sizeof(float), err)) != 0 ||
         (rc = place(ud, &w->suh, exl3 ? (size_t)w->k_pad * 2 : 0, err)) != 0 ||
@@ -191,7 +197,7 @@ static int place_vec(void *ud, hx_buf *v, hx_err *err)
 
 int hx_model_place_bytes(hx_model *m, hx_place what, uint64_t *bytes, hx_err *err)
 {
-    placer p = { 0 };
+    placer p = { .apart = &m->embed };
     const visitor v = { place_mat, place_vec, &p,
                         what == HX_PLACE_ROUTED ? ROUTED : DENSE };
     const int rc = visit(m, &v, err);
@@ -200,10 +206,23 @@ int hx_model_place_bytes(hx_model *m, hx_place what, uint64_t *bytes, hx_err *er
     return rc;
 }
 
+/* A row needs 8 KB of the 1.3 GB that the embedding of GLM-5.3-Flash has, as much as 134
+ * experts: the device reads it in host memory. */
+static int place_embed(hx_model *m, hx_dev *dev, hx_err *err)
+{
+    placer p = { 0 };
+    int rc = place_mat(&p, &m->embed, err);
+
+    if (rc == 0)
+        rc = hx_dev_shared(dev, &m->embed_shared, p.at, err);
+    p = (placer) { .dev = dev, .from = m, .placed = m->embed_shared, .host = true };
+    return rc != 0 ? rc : place_mat(&p, &m->embed, err);
+}
+
 int hx_model_place(hx_model *m, hx_dev *dev, hx_place what, hx_err *err)
 {
     hx_buf *placed = &m->placed[what];
-    placer p = { .dev = dev, .from = m };
+    placer p = { .dev = dev, .from = m, .apart = &m->embed };
     const visitor v = { place_mat, place_vec, &p,
                         what == HX_PLACE_ROUTED ? ROUTED : DENSE };
     uint64_t bytes;
@@ -215,6 +234,8 @@ int hx_model_place(hx_model *m, hx_dev *dev, hx_place what, hx_err *err)
         (rc = hx_dev_alloc(dev, placed, bytes, err)) != 0)
         return rc;
     m->dev = dev;
+    if (what == HX_PLACE_DENSE && (rc = place_embed(m, dev, err)) != 0)
+        return rc;
     p.placed = *placed;
     return visit(m, &v, err);
 }
@@ -345,6 +366,8 @@ void hx_model_close(hx_model *m)
     hx_store_close(m->store);
     for (size_t i = 0; m->dev != NULL && i < HX_LEN(m->placed); i++)
         hx_dev_free(m->dev, &m->placed[i]);
+    if (m->dev != NULL)
+        hx_dev_unshared(m->dev, &m->embed_shared);
     hx_weights_close(m->weights);
     hx_unmap(m->synth, m->synth_bytes);
     hx_arena_reset(&m->arena);

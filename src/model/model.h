@@ -100,9 +100,10 @@ typedef struct hx_model {
     float *share; /* synthetic: [n_layer, E] shares of picks, summed up to 1, from which
                    * decode rows draw theirs; NULL: the router decides */
     uint64_t n_param, weight_bytes;
-    hx_dev *dev;      /* where placed lies; NULL: weights are read where they are */
-    hx_buf placed[2]; /* weights on the device, by hx_place */
-    hx_store *store;  /* of the routed experts, or NULL; closed with the model */
+    hx_dev *dev;         /* where placed lies; NULL: weights are read where they are */
+    hx_buf placed[2];    /* weights on the device, by hx_place */
+    hx_buf embed_shared; /* the embedding, in host memory that it reads */
+    hx_store *store;     /* of the routed experts, or NULL; closed with the model */
 } hx_model;
 
 /* Opens a checkpoint folder, or "synthetic:NAME[,layers=N][,experts=N][,seed=S]".
@@ -267,6 +268,8 @@ typedef struct hx_graph hx_graph;
 typedef void hx_tap_fn(void *ud, int64_t layer, const char *what, hx_buf data,
                        int64_t rows);
 
+#define HX_MOE_ROWS 8192 /* that a GPU takes through experts at once: some 200 for each */
+
 /* Workspace for calls of up to max_rows rows and max_out logits rows. */
 int hx_graph_open(hx_graph **out, hx_model *m, hx_dev *dev, hx_cache *c, int64_t max_rows,
                   int64_t max_out, int64_t max_ctx, hx_err *err);
@@ -309,6 +312,7 @@ typedef struct {
                    * graph needs: every row goes through the selection */
     hx_rows rows;
     int64_t all_rows;  /* of the call */
+    bool last;         /* no window of it comes after this one */
     uint8_t *keep;     /* the slot's state after these rows goes there; NULL: nowhere */
     hx_buf x;          /* f32 [R, D] input, normalised */
     hx_buf y;          /* f32 [R, D] output */

@@ -364,23 +364,42 @@ static double value_of(const hx_prefix_tree *t, const hx_node *n, int64_t now)
     return cost / age / (n->snap->on_disk ? 8 : 1);
 }
 
+/* Does a branch that goes through n to one end have two states in memory behind n? It can be
+ * gone on with, and its end edited, without n. */
+static bool is_spare(const hx_node *n)
+{
+    int32_t behind = 0;
+
+    while (n->child != NULL && n->child->next == NULL && behind < 2) {
+        n = n->child;
+        behind += n->snap != NULL && n->snap->state != NULL;
+    }
+    return behind == 2;
+}
+
+/* What is given up first: of states that their branches can spare, if there are any, the one
+ * of least value, else of all. So a branch is never lost for another's third state, however
+ * long ago it was used, and hx_cache_fit() is true. */
 static hx_node *least_valued(const hx_prefix_tree *t)
 {
     const int64_t now = hx_now_us();
     hx_node *best = NULL;
     double best_value = 0;
+    bool best_spare = false;
 
     for (hx_node *n = t->snap; n != NULL; n = n->snap->next) {
-        double v;
-
         if (n->busy > 0 || n->snap->pin > 0 || is_held(t, n) ||
             (n->snap->state == NULL &&
              (n->host == NULL || n->warm > 0 || n->file == NULL)))
             continue;
-        v = value_of(t, n, now);
-        if (best == NULL || v < best_value) {
+        const bool spare = is_spare(n);
+        const double v = value_of(t, n, now);
+
+        if (best == NULL || spare > best_spare ||
+            (spare == best_spare && v < best_value)) {
             best = n;
             best_value = v;
+            best_spare = spare;
         }
     }
     return best;

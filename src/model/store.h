@@ -103,23 +103,35 @@ int hx_ahead_fetch(hx_store *s, int64_t layer, int64_t rows, hx_buf id, hx_err *
 
 /* ---- lend.c: slots lent to long prompts ------------------------------------------------ */
 
-/* The last slots are lent while a prompt is read: two halves for whole layers' experts, and
- * before them workspace. Once decode steps find that no prompt wants them any more, those
- * picked most move in, the prompt's own picks counted. */
+/* The last slots are lent while a prompt is read: places for a layer's experts, two for whole
+ * layers or some for parts of them, and before these workspace. Once decode steps find that no prompt wants them any
+ * more, those picked most move in, the prompt's own picks counted. */
 
-/* Bytes that can be lent beside both halves. */
-uint64_t hx_store_lendable(const hx_store *s);
+#define HX_LEND_PARTS 16 /* most of a layer: 170 MB each of GLM-5.3-Flash */
+
+/* A call for prefill rows, and a window of it. */
+typedef struct {
+    int64_t layer, rows; /* all rows of the call */
+    bool last;           /* no window of it comes after this one */
+} hx_store_call;
+
+/* Bytes that can be lent beside n_place places for parts of layers, n_part each. */
+uint64_t hx_store_lendable(const hx_store *s, int64_t n_part, int64_t n_place);
+/* From now on layers come so, or in fewer parts if there are not as many experts. Something
+ * must be lendable then and nothing lent now. */
+void hx_store_cut(hx_store *s, int64_t n_part, int64_t n_place);
 /* The same memory again, or more of it, where some is lent already: what lay in it is lost.
  * Operations from here on have it until hx_store_keep_lent(s, false). */
 int hx_store_lend(hx_store *s, uint64_t bytes, hx_buf *out, hx_err *err);
 /* Whether what is lent stays so at the end of the decode steps to come. */
 void hx_store_keep_lent(hx_store *s, bool keep);
-/* Before moe of a prefill layer, any number of times: long calls (rows in all) have the
- * layer's experts brought to device memory one layer ahead. Fills moe->at. */
-int hx_store_prefill(hx_store *s, int64_t layer, int64_t rows, hx_moe_args *moe,
-                     hx_err *err);
-/* Half of a layer is brought while the layer before computes, the rest from this call on:
- * before the layer, and after the decode steps between the two, which need the link. */
+/* Before moe of a window of prefill rows: long calls have the layer's experts brought to
+ * device memory one layer ahead. Fills moe->at, and in long calls first and end: from end on
+ * experts are still to come, by another call of this and of moe, unless it is n_expert. */
+int hx_store_prefill(hx_store *s, const hx_store_call *c, hx_moe_args *moe, hx_err *err);
+/* Half of a layer at most is brought while the layer before computes, the rest from this call
+ * on, as far as it has places: before the layer, and after the decode steps between the two,
+ * which need the link. */
 int hx_store_stage(hx_store *s, hx_err *err);
 
 /* ---- rates.c: costs, measured at open ---------------------------------------------------- */
