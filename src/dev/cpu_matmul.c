@@ -19,12 +19,12 @@ enum {
     BLOCK = HX_MM_BLOCK,
     COLS = HX_MM_COLS,
     WIDE = HX_MM_WIDE,
-    BAND = 128, /* outputs that a worker computes together: a rotation */
-    PANELS = BAND / COLS,
+    BAND = 128,  /* outputs that a worker computes together: a rotation */
     ROWS = 64,   /* that share one decoding of the weights */
     BATCH = 512, /* rows that are prepared together, at most */
     FEW = 2,     /* rows for which widening first does not pay */
-    ALIGN = 64
+    ALIGN = 64,
+    PANELS = BAND / COLS
 };
 
 /* Where preparing more rows at once would not pay for its memory. */
