@@ -591,7 +591,8 @@ static void matmul_exl3(void **state)
                 matrix a = matrix_new(HX_FMT_EXL3, shapes[j][0], shapes[j][1], rates[i],
                                       cb, j == 1);
 
-                check_matmul(&a, 1 + (int64_t)((i + j) % 16));
+                check_matmul(&a, 1); /* has a kernel of its own */
+                check_matmul(&a, 2 + (int64_t)((i + j) % 15));
                 matrix_free(&a);
             }
 }
@@ -758,6 +759,8 @@ static void check_moe(int64_t dim, int64_t width, int64_t rows, int64_t active,
         id[i] = (int32_t)(rnd() % (N_EXPERT + 1)) - 1;
         if (rows > 100) /* one crowded expert */
             id[i] = rnd() % 8 == 0 ? id[i] : 1;
+        if (active == 8) /* few experts: bands are cut */
+            id[i] = i == 3 || (i == 5 && limit > 0) ? id[i] : -1;
         for (int64_t j = 0; j < dim; j++)
             want[i * dim + j] = 77;
         if (id[i] >= 0)
@@ -799,6 +802,11 @@ static void moe_all(void **state)
     check_moe(200, 150, 3, 2, 0);
     check_moe(128, 256, 130, 5, 1);
     check_moe(384, 384, 9, 3, 10);
+    for (int i = 0; i < 4;
+         i++) { /* 5 and 3 blocks: cuts of different lengths, and none */
+        check_moe(640, 384, 1, 8, 0);
+        check_moe(640, 384, 1, 8, 10);
+    }
 }
 
 /* Rows in scratch that takes only a few at a time give the same bits. */

@@ -23,7 +23,8 @@ enum {
     ROWS = 64,   /* that share one decoding of the weights */
     BATCH = 512, /* rows that are prepared together, at most */
     FEW = 2,     /* rows for which widening first does not pay */
-    ALIGN = 64
+    ALIGN = 64,
+    PANELS = BAND / COLS
 };
 
 /* Where preparing more rows at once would not pay for its memory. */
@@ -378,23 +379,29 @@ static void widen(const hx_mm_kernels *k, const hx_mat *m, int64_t r, int64_t k0
     }
 }
 
-/* Asks for the tiles that follow those at tile by one block of inputs. */
-static void prefetch_block(const uint8_t *tile, size_t tile_row, int bytes)
+/* Asks for the tiles that follow those at tile by one block of inputs. Inlined: gcc drops
+ * calls of a function that does nothing else. */
+static inline __attribute__((always_inline)) void
+prefetch_block(const uint8_t *tile, size_t tile_row, int bytes)
 {
     for (int t = 8; t < 16; t++)
         for (int i = 0; i < bytes; i += 64)
             __builtin_prefetch(tile + (size_t)t * tile_row + i);
 }
 
-/* Adds block b of outputs c … c + 15 to the trees. */
+/* Adds block b of outputs c … c + 15 to the trees; last: no other follows. */
 static void add_exl3(const hx_mm_kernels *k, const hx_mat *m, int64_t c, int64_t b,
-                     worker *w, hx_mm_sum *s)
+                     bool last, worker *w, hx_mm_sum *s)
 {
     const uint8_t *tile = hx_exl3_tile_at(m, 8 * b, c / COLS);
     const int bytes = hx_exl3_tile_bytes(m->k2);
     const size_t tile_row = (size_t)(m->n_pad / 16) * (size_t)bytes;
 
-    if ((b + 1) * BLOCK < m->k_pad)
+    if (s->mul1 && s->n_row == 1 && k->one_mul1 != NULL) {
+        k->one_mul1(s, tile, tile_row, m->k2, last ? 0 : 8 * tile_row);
+        return;
+    }
+    if (!last)
         prefetch_block(tile, tile_row, bytes);
     k->decode(tile, tile_row, m->k2, m->codebook, w->w.exl3);
     k->sum_exl3(s);
@@ -443,24 +450,26 @@ static void close_trees(const float *tree, int levels, int cols, int n_row, uint
     }
 }
 
-/* y f32 [n_row][BAND]: columns of panels p0 … p1 - 1 of band * BAND … of W x, before a
- * rotation and the bias; what lies past o->n is undefined. Strips of outputs, 16 to a panel,
- * go through all inputs together: all of the panels for few rows, which streams the weights
- * as they lie in memory; one panel for many, whose trees then stay in cache. */
+/* y f32 [n_row][BAND]: what blocks b0 … b1 - 1 of the inputs give for outputs band * BAND …
+ * of W x, before a rotation and the bias; what lies past o->n is undefined. Strips of
+ * outputs, 16 to a panel, go through these inputs together: all panels of the band for few
+ * rows, which streams the weights as they lie in memory; one panel for many, whose trees
+ * then stay in cache. */
 static void panels(const hx_mm_kernels *k, const outputs *o, const rows_view *x,
-                   int64_t band, int p0, int p1, worker *w, float *y)
+                   int64_t band, int64_t b0, int64_t b1, worker *w, float *y)
 {
     const hx_mat *m = o->m;
-    const int64_t blocks = n_block(m->k), c0 = band * BAND;
-    const int levels = tree_levels(blocks), tree_step = levels * COLS;
+    const int64_t c0 = band * BAND;
+    const int levels = tree_levels(b1 - b0), tree_step = levels * COLS;
     const int panel_step = x->n_row * tree_step;
-    const int strip = is_exl3(m) ? HX_MAX(HX_MIN(ROWS / x->n_row, BAND / COLS), 1) : 1;
+    const int strip = is_exl3(m) ? HX_MAX(HX_MIN(ROWS / x->n_row, PANELS), 1) : 1;
+    const int n = is_exl3(m) /* a rotation needs the padded outputs too */
+                      ? PANELS
+                      : (int)HX_MIN(ceil_div(o->n - c0, COLS), PANELS);
 
-    if (!is_exl3(m)) /* a rotation needs the padded outputs too */
-        p1 = (int)HX_MIN(ceil_div(o->n - c0, COLS), p1);
-    for (int end; p0 < p1; p0 = end) {
-        end = HX_MIN(p0 + strip, p1);
-        for (int64_t b = 0; b < blocks; b++)
+    for (int p0 = 0, end; p0 < n; p0 = end) {
+        end = HX_MIN(p0 + strip, n);
+        for (int64_t b = b0; b < b1; b++)
             for (int p = p0; p < end; p++) {
                 hx_mm_sum s = {
                     .w = &w->w,
@@ -468,19 +477,19 @@ static void panels(const hx_mm_kernels *k, const outputs *o, const rows_view *x,
                     .x_step = x->row_step,
                     .n_row = x->n_row,
                     .mul1 = is_mul1(m),
-                    .block = (uint32_t)b,
+                    .block = (uint32_t)(b - b0),
                     .tree = w->trees + (p - p0) * panel_step,
                     .tree_step = (size_t)tree_step,
                 };
 
                 if (is_exl3(m))
-                    add_exl3(k, m, c0 + p * COLS, b, w, &s);
+                    add_exl3(k, m, c0 + p * COLS, b, b + 1 == b1, w, &s);
                 else
                     add_plain(k, o, c0 + p * COLS, b, w, &s);
             }
         for (int p = p0; p < end; p++)
             close_trees(w->trees + (p - p0) * panel_step, levels, COLS, x->n_row,
-                        (uint32_t)blocks, y + p * COLS);
+                        (uint32_t)(b1 - b0), y + p * COLS);
     }
 }
 
@@ -501,7 +510,7 @@ static void finish(const hx_mm_kernels *k, const outputs *o, int64_t band, float
 static void product(const hx_mm_kernels *k, const outputs *o, const rows_view *x,
                     int64_t band, worker *w, float *y)
 {
-    panels(k, o, x, band, 0, BAND / COLS, w, y);
+    panels(k, o, x, band, 0, n_block(o->m->k), w, y);
     for (int r = 0; r < x->n_row; r++)
         finish(k, o, band, y + r * BAND);
 }
@@ -756,13 +765,14 @@ int hx_cpu_head_matmul(hx_dev *d, const hx_head_matmul_args *a, hx_err *err)
 
 enum {
     PREPARE = 8, /* blocks of inputs that are prepared together */
-    PANELS = BAND / COLS,
-    CUTS = 8 /* units per thread, at least, if bands can be cut so finely */
+    CUTS = 8,    /* units per thread, at least, if bands can be cut so finely */
+    MAX_CUTS = 4
 };
 
 /* Pairs (row, pick) sorted by expert go through in batches of groups. A batch is one list of
- * units, which workers take in order: blocks of inputs of gate and up; panels of their
- * bands; panels of the bands of down. Who brings the last panels of a band finishes it
+ * units, which workers take in order: blocks of inputs of gate and up; their bands; the
+ * bands of down. Few bands are cut by inputs, so that a unit still reads as long pieces of
+ * memory as there are. Who brings the last cut of a band joins them and finishes the band
  * (gate and up: activates, and prepares it as inputs of down). Units wait for what they read
  * by counting, so a worker that lost its CPU holds up a few of them; who is waited for took
  * an earlier unit, so somebody is always at work. */
@@ -773,11 +783,12 @@ typedef struct {
     int32_t *end;  /* [n_expert] where an expert's pairs end */
     group *group;  /* of this batch */
     int64_t n_group, n_pair, pair0;
+    int64_t room;              /* pairs that mid and out have room for */
     uint8_t *gate, *up, *down; /* prepared rows */
-    float *mid;                /* [pairs, 2, F] gate and up, whole bands */
-    float *out;                /* [pairs, D] */
-    /* Done so far: blocks and bands of a group, panels of a band. */
-    _Atomic int32_t *prepared, *ready, *in_panels, *out_panels;
+    float *mid;                /* [pairs, cuts, 2, F] gate and up, whole bands */
+    float *out;                /* [pairs, cuts, D] */
+    /* Done so far: blocks and bands of a group, cuts of a band. */
+    _Atomic int32_t *prepared, *ready, *in_cuts, *out_cuts;
     int64_t bands_in, bands_out, blocks;
     int64_t per_pair, cuts; /* units that prepare a pair, that share a matrix's band */
     _Atomic int64_t next;
@@ -838,17 +849,40 @@ static void moe_prepare(moe *c, int64_t row, int64_t part)
     counted(&c->prepared[g - c->group], last - first, 0);
 }
 
-/* Computes a cut of a matrix's band and puts it where the band comes together, ld floats
- * from row to row. */
+/* Blocks of inputs in a cut of n: a power of two, so that each cut is a subtree. */
+static int64_t cut_blocks(const moe *c, int64_t n)
+{
+    int64_t blocks = 1;
+
+    while (blocks * c->cuts < n)
+        blocks *= 2;
+    return blocks;
+}
+
+/* Computes a cut of a matrix's band and puts it where the band comes together: to [row, cut,
+ * ld]. */
 static void moe_panels(moe *c, const outputs *o, const rows_view *x, int64_t band,
                        int64_t cut, worker *w, float *to, int64_t ld)
 {
-    const int n = PANELS / (int)c->cuts, p0 = (int)cut * n;
+    const int64_t n = n_block(o->m->k), step = cut_blocks(c, n), b0 = cut * step;
 
-    panels(c->mem.k, o, x, band, p0, p0 + n, w, w->y[0]);
+    if (b0 >= n)
+        return;
+    panels(c->mem.k, o, x, band, b0, HX_MIN(b0 + step, n), w, w->y[0]);
     for (int r = 0; r < x->n_row; r++)
-        memcpy(to + r * ld + band * BAND + p0 * COLS, w->y[0] + r * BAND + p0 * COLS,
-               (size_t)(n * COLS) * sizeof(float));
+        memcpy(to + (r * c->cuts + cut) * ld + band * BAND, w->y[0] + r * BAND,
+               BAND * sizeof(float));
+}
+
+/* The cuts of a row's band, ld floats apart, become one, the first. */
+static void moe_join(const moe *c, const hx_mat *m, float *y, int64_t ld)
+{
+    const int64_t blocks = n_block(m->k), n = ceil_div(blocks, cut_blocks(c, blocks));
+
+    for (int64_t step = 1; step < n; step *= 2)
+        for (int64_t cut = 0; cut + step < n; cut += 2 * step)
+            for (int64_t i = 0; i < BAND; i++)
+                y[cut * ld + i] += y[(cut + step) * ld + i];
 }
 
 static void moe_gate_up(moe *c, int64_t group_i, int64_t band, int64_t part, worker *w)
@@ -860,15 +894,17 @@ static void moe_gate_up(moe *c, int64_t group_i, int64_t band, int64_t part, wor
     const outputs gate = all_outputs(&e.gate), up = all_outputs(&e.up);
     const rows_view x = is_up && !same_input(&e) ? group_view(c->up, g, up.m)
                                                  : group_view(c->gate, g, gate.m);
-    float *y = c->mid + g->row0 * ld;
+    float *y = c->mid + g->row0 * c->cuts * ld;
 
     await(&c->prepared[group_i], 2 * c->blocks * g->n);
     moe_panels(c, is_up ? &up : &gate, &x, band, part % c->cuts, w, y + is_up * f, ld);
-    if (!counted(&c->in_panels[group_i * c->bands_in + band], 1, 2 * c->cuts))
+    if (!counted(&c->in_cuts[group_i * c->bands_in + band], 1, 2 * c->cuts))
         return;
-    for (int r = 0; r < g->n; r++, y += ld) {
+    for (int r = 0; r < g->n; r++, y += c->cuts * ld) {
         float *yg = y + band * BAND, *yu = yg + f, h[BAND];
 
+        moe_join(c, &e.gate, yg, ld);
+        moe_join(c, &e.up, yu, ld);
         finish(c->mem.k, &gate, band, yg);
         finish(c->mem.k, &up, band, yu);
         c->mem.k->act(h, yg, yu, c->a->limit);
@@ -885,13 +921,14 @@ static void moe_down(moe *c, int64_t group_i, int64_t band, int64_t part, worker
     const hx_expert e = expert_of(c, g);
     const outputs o = all_outputs(&e.down);
     const rows_view h = group_view(c->down, g, o.m);
-    float *y = c->out + g->row0 * ld;
+    float *y = c->out + g->row0 * c->cuts * ld;
 
     await(&c->ready[group_i], c->bands_in);
     moe_panels(c, &o, &h, band, part, w, y, ld);
-    if (!counted(&c->out_panels[group_i * c->bands_out + band], 1, c->cuts))
+    if (!counted(&c->out_cuts[group_i * c->bands_out + band], 1, c->cuts))
         return;
-    for (int r = 0; r < g->n; r++, y += ld) {
+    for (int r = 0; r < g->n; r++, y += c->cuts * ld) {
+        moe_join(c, &e.down, y + band * BAND, ld);
         finish(c->mem.k, &o, band, y + band * BAND);
         store(y + band * BAND, 1, dim, band,
               (float *)c->a->y.p + c->pair[c->pair0 + g->row0 + r] * dim, dim);
@@ -985,11 +1022,12 @@ static void run_batch(hx_dev *d, moe *c)
     const size_t n_count = (size_t)(c->n_group * (2 + c->bands_in + c->bands_out));
 
     c->cuts = 1;
-    while (c->cuts < PANELS / 2 && threads > 1 && bands * c->cuts < threads * CUTS)
+    while (c->cuts < MAX_CUTS && threads > 1 && bands * c->cuts < threads * CUTS &&
+           2 * c->cuts * c->n_pair <= c->room)
         c->cuts *= 2;
     c->ready = c->prepared + c->n_group;
-    c->in_panels = c->ready + c->n_group;
-    c->out_panels = c->in_panels + c->n_group * c->bands_in;
+    c->in_cuts = c->ready + c->n_group;
+    c->out_cuts = c->in_cuts + c->n_group * c->bands_in;
     memset((void *)c->prepared, 0, n_count * sizeof(*c->prepared));
     atomic_store(&c->next, 0);
     c->n_unit = c->n_pair * c->per_pair + bands * c->cuts;
@@ -1014,10 +1052,11 @@ int hx_cpu_moe(hx_dev *d, const hx_moe_args *a, hx_err *err)
     c.pair = take(&c.mem, (size_t)n * sizeof(*c.pair));
     c.end = take(&c.mem, (size_t)a->n_expert * sizeof(*c.end));
     c.group = take(&c.mem, BATCH * sizeof(*c.group));
-    const int64_t batch = HX_MIN(
-        (int64_t)(c.mem.free_bytes / pair_bytes(e->gate.k, e->gate.n)), HX_MIN(n, BATCH));
+    const int64_t batch =
+        HX_MIN((int64_t)(c.mem.free_bytes / pair_bytes(e->gate.k, e->gate.n)), BATCH);
     if (c.pair == NULL || c.end == NULL || c.group == NULL || batch < 1)
         return n == 0 ? 0 : no_scratch(d, "moe", err);
+    c.room = batch;
     c.per_pair = ceil_div(2 * c.blocks, PREPARE);
     c.gate = c.mem.free;
     c.up = c.gate + (size_t)batch * x_bytes;

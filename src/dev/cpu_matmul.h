@@ -54,6 +54,10 @@ typedef struct {
     void (*decode)(const uint8_t *tile, size_t row_bytes, int k2, hx_codebook codebook,
                    int16_t *w);
     void (*sum_exl3)(const hx_mm_sum *s);
+    /* Both at once for one row of MUL1, whose weights stay in registers. NULL: one after
+     * the other. Asks for the tiles that lie ahead bytes further on. */
+    void (*one_mul1)(const hx_mm_sum *s, const uint8_t *tile, size_t row_bytes, int k2,
+                     size_t ahead);
     /* y [128] = (P y) * svh */
     void (*rotate)(float *y, const void *svh);
 

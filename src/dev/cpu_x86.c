@@ -820,16 +820,26 @@ static FLAT AVX512 __m512i weights_avx512(__m512i s, hx_codebook codebook)
                                    round_avx512(odd, 0x1p29f));
 }
 
-static FLAT AVX512 void put_avx512(const uint8_t *tile, int k2, hx_codebook codebook,
-                                   int g, int16_t *w)
+/* The weights of stream lanes 8 g … 8 g + 7: w[0] those of outputs 2 g and 2 g + 1, w[1]
+ * of these + 8. */
+static FLAT AVX512 void group_avx512(const uint8_t *tile, int k2, hx_codebook codebook,
+                                     int g, __m512i w[2])
 {
     const __m512i source = load_lanes(tile, k2, g, lead_words(k2, 0));
     const __m512i again = lead_words(k2, 1) == 1 ? source : load_lanes(tile, k2, g, 0);
-    const __m512i near = weights_avx512(states_avx512(source, k2, 0), codebook);
-    const __m512i far = weights_avx512(states_avx512(again, k2, 1), codebook);
 
-    _mm512_store_si512((void *)(w + 32 * g), near);
-    _mm512_store_si512((void *)(w + 32 * (g + 4)), far);
+    w[0] = weights_avx512(states_avx512(source, k2, 0), codebook);
+    w[1] = weights_avx512(states_avx512(again, k2, 1), codebook);
+}
+
+static FLAT AVX512 void put_avx512(const uint8_t *tile, int k2, hx_codebook codebook,
+                                   int g, int16_t *w)
+{
+    __m512i two[2];
+
+    group_avx512(tile, k2, codebook, g, two);
+    _mm512_store_si512((void *)(w + 32 * g), two[0]);
+    _mm512_store_si512((void *)(w + 32 * (g + 4)), two[1]);
 }
 
 static FLAT AVX512 void decode_rate_avx512(const uint8_t *tile, size_t row_bytes, int k2,
@@ -866,23 +876,11 @@ static void avx512_decode(const uint8_t *tile, size_t row_bytes, int k2,
 
 /* ---- AVX-512: sums --------------------------------------------------- */
 
-/* The 16 outputs of a block times a; a vector of w holds two. */
-static FLAT AVX512 __m512i dot_avx512(const int16_t *w, const int16_t *a)
+/* The sums of the 8 dwords of outputs 2 i and 2 i + 1, which sum[i] holds. */
+static FLAT AVX512 __m512i join_avx512(const __m512i sum[8])
 {
-    __m512i sum[8], s[4];
+    __m512i s[4];
 
-    UNROLL
-    for (int i = 0; i < 8; i++)
-        sum[i] = _mm512_setzero_si512();
-    for (int t = 0; t < 8; t++) {
-        const __m512i at =
-            _mm512_broadcast_i64x4(_mm256_load_si256((const void *)(a + 16 * t)));
-
-        UNROLL
-        for (int i = 0; i < 8; i++)
-            sum[i] =
-                _mm512_dpwssd_epi32(sum[i], _mm512_load_si512(w + 256 * t + 32 * i), at);
-    }
     UNROLL
     for (int i = 0; i < 4; i++) /* a quarter per output, 4 i … 4 i + 3 */
         s[i] = _mm512_add_epi32(_mm512_shuffle_i32x4(sum[2 * i], sum[2 * i + 1], 0x88),
@@ -899,29 +897,66 @@ static FLAT AVX512 __m512i dot_avx512(const int16_t *w, const int16_t *a)
         _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), across);
 }
 
+/* The activations of tile row t, twice. */
+static FLAT AVX512 __m512i twice_avx512(const int16_t *a, int t)
+{
+    return _mm512_broadcast_i64x4(_mm256_load_si256((const void *)(a + 16 * t)));
+}
+
+/* The 16 outputs of a block times a; a vector of w holds two. */
+static FLAT AVX512 __m512i dot_avx512(const int16_t *w, const int16_t *a)
+{
+    __m512i sum[8];
+
+    UNROLL
+    for (int i = 0; i < 8; i++)
+        sum[i] = _mm512_setzero_si512();
+    for (int t = 0; t < 8; t++) {
+        const __m512i at = twice_avx512(a, t);
+
+        UNROLL
+        for (int i = 0; i < 8; i++)
+            sum[i] =
+                _mm512_dpwssd_epi32(sum[i], _mm512_load_si512(w + 256 * t + 32 * i), at);
+    }
+    return join_avx512(sum);
+}
+
+/* t is 16 terms of block b. */
+static FLAT AVX512 void tree_add_avx512(float *level, uint32_t b, __m512 t)
+{
+    for (; (b & 1) != 0; b >>= 1, level += COLS)
+        t = _mm512_add_ps(_mm512_loadu_ps(level), t);
+    _mm512_storeu_ps(level, t);
+}
+
+/* Adds the terms of row x for the sums of a block. */
+static FLAT AVX512 void add_mul1_avx512(float *level, uint32_t b, __m512i sum,
+                                        const hx_mm_exl3 *x)
+{
+    const __m512i less = _mm512_set1_epi32((int32_t)(512u * (uint32_t)x->sum));
+    __m512 t = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sum, less)),
+                               _mm512_set1_ps(HX_CANON_K_INV),
+                               _mm512_set1_ps(HX_CANON_C2 * (float)x->sum));
+
+    tree_add_avx512(level, b, _mm512_mul_ps(t, _mm512_set1_ps(x->q)));
+}
+
 static FLAT AVX512 void exl3_rows_avx512(const hx_mm_sum *s, bool mul1)
 {
     for (int r = 0; r < s->n_row; r++) {
         const hx_mm_exl3 *x = (const void *)(s->x + (size_t)r * s->x_step);
         float *level = s->tree + (size_t)r * s->tree_step;
         const __m512i i = dot_avx512(s->w, x->a[0]);
-        __m512 t;
 
         if (mul1) {
-            const __m512i less = _mm512_set1_epi32((int32_t)(512u * (uint32_t)x->sum));
-
-            t = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(i, less)),
-                                _mm512_set1_ps(HX_CANON_K_INV),
-                                _mm512_set1_ps(HX_CANON_C2 * (float)x->sum));
-            t = _mm512_mul_ps(t, _mm512_set1_ps(x->q));
-        } else {
-            t = _mm512_fmadd_ps(_mm512_set1_ps(254.0f), _mm512_cvtepi32_ps(i),
-                                _mm512_cvtepi32_ps(dot_avx512(s->w, x->a[1])));
-            t = _mm512_mul_ps(t, _mm512_set1_ps(x->q * HX_CANON_UNIT));
+            add_mul1_avx512(level, s->block, i, x);
+            continue;
         }
-        for (uint32_t b = s->block; (b & 1) != 0; b >>= 1, level += COLS)
-            t = _mm512_add_ps(_mm512_loadu_ps(level), t);
-        _mm512_storeu_ps(level, t);
+        const __m512 t = _mm512_fmadd_ps(_mm512_set1_ps(254.0f), _mm512_cvtepi32_ps(i),
+                                         _mm512_cvtepi32_ps(dot_avx512(s->w, x->a[1])));
+        tree_add_avx512(level, s->block,
+                        _mm512_mul_ps(t, _mm512_set1_ps(x->q * HX_CANON_UNIT)));
     }
 }
 
@@ -933,11 +968,58 @@ static AVX512 void avx512_sum_exl3(const hx_mm_sum *s)
         exl3_rows_avx512(s, false);
 }
 
+static FLAT AVX512 void add_group_avx512(__m512i sum[8], const uint8_t *tile, int k2,
+                                         int g, __m512i at)
+{
+    __m512i two[2];
+
+    group_avx512(tile, k2, HX_CB_MUL1, g, two);
+    sum[g] = _mm512_dpwssd_epi32(sum[g], two[0], at);
+    sum[g + 4] = _mm512_dpwssd_epi32(sum[g + 4], two[1], at);
+}
+
+static FLAT AVX512 void one_rate_avx512(const hx_mm_sum *s, const uint8_t *tile,
+                                        size_t row_bytes, int k2, size_t ahead)
+{
+    const hx_mm_exl3 *x = (const void *)s->x;
+    __m512i sum[8];
+
+    UNROLL
+    for (int i = 0; i < 8; i++)
+        sum[i] = _mm512_setzero_si512();
+    for (int t = 0; t < 8; t++, tile += row_bytes) {
+        const __m512i at = twice_avx512(x->a[0], t);
+
+        UNROLL
+        for (int i = 0; i < 16 * k2; i += 64)
+            _mm_prefetch((const char *)tile + ahead + i, _MM_HINT_T0);
+        add_group_avx512(sum, tile, k2, 0, at);
+        add_group_avx512(sum, tile, k2, 1, at);
+        add_group_avx512(sum, tile, k2, 2, at);
+        add_group_avx512(sum, tile, k2, 3, at);
+    }
+    add_mul1_avx512(s->tree, s->block, join_avx512(sum), x);
+}
+
+static AVX512 void avx512_one_mul1(const hx_mm_sum *s, const uint8_t *tile,
+                                   size_t row_bytes, int k2, size_t ahead)
+{
+    switch (k2) {
+#define X(k2)                                                                            \
+    case k2:                                                                             \
+        one_rate_avx512(s, tile, row_bytes, k2, ahead);                                  \
+        break;
+        X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(10) X(12) X(14) X(16)
+#undef X
+    }
+}
+
 /* Plain formats wait for memory with 256 bits already. */
 const hx_mm_kernels hx_mm_avx512 = {
     .quantize = avx2_quantize,
     .decode = avx512_decode,
     .sum_exl3 = avx512_sum_exl3,
+    .one_mul1 = avx512_one_mul1,
     .rotate = avx2_rotate,
     .widen = avx2_widen,
     .sum_plain = avx2_sum_plain,
