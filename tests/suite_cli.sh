@@ -57,6 +57,7 @@ check bench_mixes 2 'mixes is "crowds", expected' "$hoist" bench serve $demo --m
 check bench_follow 0 'the same again, kept' "$hoist" bench serve $demo --ctx 2048 -n 200 --mixes follow
 check bench_json 0 'tok/s' cat "$tmp/bench.json"
 check plan 0 'an expert of .* costs, measured now' "$hoist" plan $demo --ctx 1024 --vram 400KB
+check plan_lanes 0 'a step reads [0-9]+ MB in GPU memory, [0-9]+ over the link, [0-9]+ on the CPU; .* tok/s; the .* limits' "$hoist" plan $demo --ctx 1024 --vram 400KB
 check plan_too_large 1 'needs [0-9.]* GiB of memory, [0-9.]* of [0-9.]* GiB are available' "$hoist" plan synthetic:glm-5.3-flash,experts=60000
 check plan_all 0 'no expert moves' "$hoist" plan $demo --ctx 1024
 check bench_lanes 0 'over the link' "$hoist" bench decode $demo -n 8 --streams 1 --vram 400KB
