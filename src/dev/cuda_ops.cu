@@ -480,19 +480,21 @@ HX_DEVICE void mix_weights(const mix_args &a, int j0, float w[MIX_OUTS][CHUNKS][
         }
 }
 
-/* Value i of 16 summed over the lanes: what hx_warp_sum gives, but to lanes 2 i and 2 i + 1
- * alone. Each step halves the values that a lane still has to do with. */
-HX_DEVICE float sums_of_16(float v[16])
+/* Of 16 values, value i summed over the lanes, as hx_warp_sum does, for lanes 2 i and
+ * 2 i + 1 alone; the first of N = 8, 4, 2, 1 steps. Each step halves the values that a
+ * lane still has to do with. */
+template <int N> HX_DEVICE float sums_of(float v[2 * N])
 {
-#pragma unroll
-    for (int n = 8; n > 0; n /= 2)
-#pragma unroll
-        for (int i = 0; i < n; i++) {
-            const bool up = (threadIdx.x & 2 * n) != 0;
-            const float other = __shfl_xor_sync(~0u, up ? v[i] : v[i + n], 2 * n);
+    const bool up = (threadIdx.x & 2 * N) != 0;
 
-            v[i] = (up ? v[i + n] : v[i]) + other;
-        }
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const float other = __shfl_xor_sync(~0u, up ? v[i] : v[i + N], 2 * N);
+
+        v[i] = (up ? v[i + N] : v[i]) + other;
+    }
+    if constexpr (N > 1)
+        return sums_of<N / 2>(v);
     return v[0] + __shfl_xor_sync(~0u, v[0], 1);
 }
 
@@ -502,7 +504,7 @@ HX_DEVICE void mix_some_dots(const mix_args &a, int64_t r0, int n_row, int j0,
                              const float x[MIX_ROWS][N * SLICE],
                              const float w[MIX_OUTS][CHUNKS][8])
 {
-    static_assert(MIX_OUTS * MIX_ROWS == 16, "sums_of_16");
+    static_assert(MIX_OUTS * MIX_ROWS == 16, "two lanes a sum");
     const int lane = threadIdx.x & 31, width = (FULL ? N : a.s) * SLICE;
     float sum[MIX_OUTS * MIX_ROWS] = {};
 
@@ -525,7 +527,7 @@ HX_DEVICE void mix_some_dots(const mix_args &a, int64_t r0, int n_row, int j0,
                     sum[MIX_ROWS * o + r] = fmaf(w[o][i][q], v[q], sum[MIX_ROWS * o + r]);
         }
     }
-    const float t = sums_of_16(sum);
+    const float t = sums_of<8>(sum);
     const int j = j0 + lane / 8, r = lane / 2 % MIX_ROWS;
 
     if (lane % 2 == 0 && j < a.fn.n && r < n_row)
