@@ -520,28 +520,117 @@ static void check_mlas(void)
     check_mla("96 heads of 40", { { 0, 0, 67, 300, 0 } }, 96, 40, 16, 2);
 }
 
+/* Rows of a call of many, whose blocks are larger, have the bits of calls of one row. */
+static void check_mix(int64_t s, int64_t dim, int64_t rows, hx_fmt fmt)
+{
+    const int64_t n = s * (2 + s), each[] = { dim, s, s * s, s * dim };
+    const hx_buf fn =
+        fmt == HX_FMT_F32 ? normals(n * s * dim, 0.01f) : bf16s(n * s * dim, 0.01f);
+    const hx_mat m = mat_of(fmt, n, s * dim, fn.p);
+    hx_buf first[] = { bytes_of((size_t)(rows * dim) * 4), normals(rows * s),
+                       normals(rows * s * s, 0.3f), normals(rows * s * dim) };
+    hx_buf got[4], base = normals(n), scale = normals(3), y = normals(rows * dim),
+                   w = normals(dim);
+    std::vector<float> all[4];
+    bool ok = true;
+
+    for (int b = 0; b < 4; b++)
+        got[b] = bytes_of(first[b].n);
+    for (int64_t step : { rows, (int64_t)1 }) {
+        CHECK(cudaDeviceSynchronize()); /* the operations have a stream of their own */
+        for (int b = 0; b < 4; b++)
+            CHECK(cudaMemcpy(got[b].p, first[b].p, first[b].n, cudaMemcpyDeviceToDevice));
+        CHECK(cudaDeviceSynchronize());
+        for (int64_t r = 0; r < rows; r += step) {
+            const auto at = [&](hx_buf b, int64_t each_row) {
+                return hx_buf_at(b, (size_t)(r * each_row) * 4);
+            };
+            hx_hc_mix_args a = { at(got[0], each[0]),
+                                 at(got[1], each[1]),
+                                 at(got[2], each[2]),
+                                 at(got[3], each[3]),
+                                 base,
+                                 scale,
+                                 &m,
+                                 step,
+                                 s,
+                                 dim,
+                                 1e-5f,
+                                 1e-6f,
+                                 20,
+                                 at(y, dim),
+                                 w };
+
+            MUST(hx_op_hc_mix(gpu, &a, &err));
+        }
+        CHECK(cudaDeviceSynchronize());
+        for (int b = 0; b < 4; b++)
+            if (step == rows)
+                all[b] = floats_of(got[b]);
+            else
+                ok = ok && memcmp(all[b].data(), floats_of(got[b]).data(), got[b].n) == 0;
+    }
+    for (float v : all[0])
+        ok = ok && std::isfinite(v);
+    printf("%s hc_mix %ld streams of %ld, %ld rows: bits of single rows\n",
+           ok ? "ok" : "not ok", (long)s, (long)dim, (long)rows);
+    fflush(stdout);
+    for (hx_buf b : { fn, base, scale, y, w })
+        hx_dev_free(gpu, &b);
+    for (int b = 0; b < 4; b++) {
+        hx_dev_free(gpu, &first[b]);
+        hx_dev_free(gpu, &got[b]);
+    }
+}
+
+/* Products of many rows of plain matrices: the bits of single rows. */
+static void check_plain(hx_fmt fmt, int64_t rows, int64_t n, int64_t k)
+{
+    const hx_buf w = fmt == HX_FMT_F32 ? normals(n * k, 0.05f) : bf16s(n * k, 0.05f);
+    const hx_mat m = mat_of(fmt, n, k, w.p);
+    hx_buf x = normals(rows * (k + 4)), y = bytes_of((size_t)(rows * (n + 3)) * 4);
+    hx_matmul_args a = { y, x, &m, rows, k + 4, n + 3, false, NULL };
+
+    CHECK(cudaDeviceSynchronize()); /* the operations have a stream of their own */
+    CHECK(cudaMemset(y.p, 0xff, y.n));
+    CHECK(cudaDeviceSynchronize());
+    MUST(hx_op_matmul(gpu, &a, &err));
+    const std::vector<float> got = floats_of(y);
+    CHECK(cudaMemset(y.p, 0xff, y.n));
+    CHECK(cudaDeviceSynchronize());
+    for (int64_t r = 0; r < rows; r++) {
+        hx_matmul_args one = a;
+
+        one.rows = 1;
+        one.x = hx_buf_at(x, (size_t)(r * a.ldx) * 4);
+        one.y = hx_buf_at(y, (size_t)(r * a.ldy) * 4);
+        MUST(hx_op_matmul(gpu, &one, &err));
+    }
+    const bool same = memcmp(got.data(), floats_of(y).data(), y.n) == 0;
+
+    printf("%s matmul %s %ldx%ld, %ld rows: bits of single rows\n",
+           same ? "ok" : "not ok", hx_fmt_name(fmt), (long)k, (long)n, (long)rows);
+    fflush(stdout);
+    hx_buf drop = w;
+    for (hx_buf *b : { &x, &y, &drop })
+        hx_dev_free(gpu, b);
+}
+
 static void time_streams(void)
 {
     hx_buf streams = normals((int64_t)ROWS * S * D), x = bytes_of((size_t)ROWS * D * 4),
-           post = bytes_of(ROWS * S * 4), comb = bytes_of(ROWS * S * S * 4),
-           base = normals(S * (2 + S)), scale = normals(3), w = normals(D),
+           y = normals((int64_t)ROWS * D), post = bytes_of(ROWS * S * 4),
+           comb = bytes_of(ROWS * S * S * 4), base = normals(S * (2 + S)),
+           scale = normals(3), w = normals(D),
            fn = normals((int64_t)S * (2 + S) * S * D, 0.01f);
     const hx_mat m = mat_of(HX_FMT_F32, S * (2 + S), S * D, fn.p);
 
     line("hc_mix", 90, [&] {
-        const hx_hc_mix_args a = { x,    post, comb, streams, base,  scale, &m,
-                                   ROWS, S,    D,    1e-5f,   1e-6f, 20 };
+        const hx_hc_mix_args a = { x, post, comb,  streams, base, scale, &m, ROWS,
+                                   S, D,    1e-5f, 1e-6f,   20,   y,     w };
         MUST(hx_op_hc_mix(gpu, &a, &err));
     });
-    line("rmsnorm", 90, [&] {
-        const hx_rmsnorm_args a = { x, x, w, ROWS, D, D, D, 1e-5f };
-        MUST(hx_op_rmsnorm(gpu, &a, &err));
-    });
-    line("hc_merge", 90, [&] {
-        const hx_hc_merge_args a = { streams, x, post, comb, ROWS, S, D };
-        MUST(hx_op_hc_merge(gpu, &a, &err));
-    });
-    for (hx_buf *b : { &streams, &x, &post, &comb, &base, &scale, &w, &fn })
+    for (hx_buf *b : { &streams, &x, &y, &post, &comb, &base, &scale, &w, &fn })
         hx_dev_free(gpu, b);
 }
 
@@ -690,6 +779,13 @@ int main(int argc, char **argv)
     if (wanted("check")) {
         check_mlas();
         check_head_all();
+        check_mix(4, 4096, 1003, HX_FMT_F32);
+        check_mix(4, 1000, 300, HX_FMT_BF16);
+        check_mix(3, 200, 257, HX_FMT_F32);
+        check_mix(8, 512, 259, HX_FMT_F32);
+        check_plain(HX_FMT_BF16, 1003, 288, 4096);
+        check_plain(HX_FMT_F32, 700, 411, 1000);
+        check_plain(HX_FMT_BF16, 8192, 64, 7936);
     }
     if (wanted("time") || wanted("kda")) {
         time_kda(64, 1);

@@ -113,8 +113,10 @@ HX_DEVICE void dense_multiply(const hx_gemm &p, stages &s, float d[128])
 
 /* A lane's sums of a row and group, output 8 i + 2 q + b at 2 i + b, become outputs
  * 16 m + 8 (q % 2) + 4 (q / 2) + k at 4 m + k: neighbouring lanes exchange halves. Rotated
- * on the way, in the order of rotate_sums. */
-template <bool ROTATE> HX_DEVICE void turn_sums(float v[32])
+ * on the way, in the order of rotate_sums. meanwhile(m) is done once for each m, spread
+ * over the work. */
+template <bool ROTATE, class Do>
+HX_DEVICE void turn_sums(float v[32], const Do &meanwhile)
 {
     const bool odd = (threadIdx.x & 1) != 0;
     const float sign = (threadIdx.x & 2) != 0 ? -1.0f : 1.0f;
@@ -140,6 +142,8 @@ template <bool ROTATE> HX_DEVICE void turn_sums(float v[32])
             if (ROTATE)
                 fold(u[b], u[b + 2]);
         }
+        if (m % 2 != 0)
+            meanwhile(m / 2);
     }
     if constexpr (ROTATE) {
 #pragma unroll
@@ -148,98 +152,130 @@ template <bool ROTATE> HX_DEVICE void turn_sums(float v[32])
             for (int i = 0; i < 32; i++)
                 if ((i & w) == 0)
                     fold(v[i], v[i + w]);
+    }
 #pragma unroll
-        for (int i = 0; i < 32; i++)
+    for (int i = 0; i < 32; i++) {
+        if (ROTATE)
             v[i] = fmaf(v[i], sign, __shfl_xor_sync(~0u, v[i], 2));
+        if (i % 8 == 7)
+            meanwhile(4 + i / 8);
     }
 }
 
-/* What four outputs are multiplied with. */
-template <bool ROTATE> HX_DEVICE float4 factors_at(const hx_gemm &p, int64_t col)
-{
+/* What four outputs are multiplied with: svh, or four floats. */
+template <bool ROTATE> struct factor {
     uint2 h;
 
-    if (!ROTATE)
-        return *(const float4 *)(p.out_scale + col);
-    if (p.wide && col + 4 <= p.n) {
-        h = *(const uint2 *)(p.svh + col);
-    } else {
+    template <bool WHOLE> HX_DEVICE factor load(const hx_gemm &p, int64_t col)
+    {
+        if (WHOLE)
+            return { __ldg((const uint2 *)(p.svh + col)) };
         uint16_t s[4];
 
 #pragma unroll
         for (int k = 0; k < 4; k++)
             s[k] = col + k < p.n ? p.svh[col + k] : (uint16_t)0;
-        h = make_uint2(s[0] | (uint32_t)s[1] << 16, s[2] | (uint32_t)s[3] << 16);
+        return { make_uint2(s[0] | (uint32_t)s[1] << 16, s[2] | (uint32_t)s[3] << 16) };
     }
-    return make_float4(hx_half_to((uint16_t)h.x) * HX_CANON_ROOT,
-                       hx_half_to((uint16_t)(h.x >> 16)) * HX_CANON_ROOT,
-                       hx_half_to((uint16_t)h.y) * HX_CANON_ROOT,
-                       hx_half_to((uint16_t)(h.y >> 16)) * HX_CANON_ROOT);
-}
+    __device__ __forceinline__ float4 value() const
+    {
+        const float2 a = __half22float2(*(const __half2 *)&h.x),
+                     b = __half22float2(*(const __half2 *)&h.y);
 
-/* A lane's outputs of a row and group leave, from column col on. */
-template <bool ROTATE>
-HX_DEVICE void leave_turned(const hx_gemm &p, float v[32], float scale, int64_t row,
-                            int64_t col)
+        return make_float4(a.x, a.y, b.x, b.y);
+    }
+};
+
+template <> struct factor<false> {
+    const float4 *from;
+
+    template <bool WHOLE> HX_DEVICE factor load(const hx_gemm &p, int64_t col)
+    {
+        return { (const float4 *)(p.out_scale + col) };
+    }
+    __device__ __forceinline__ float4 value() const
+    {
+        return __ldg(from);
+    }
+};
+
+/* Some rows' outputs of a lane that leave. */
+template <bool ROTATE> struct leaving {
+    float v[32];
+    const factor<ROTATE> *factors; /* [8] */
+    hx_row_scale scale;
+    float *y;  /* of output 0 */
+    int width; /* outputs from there to the matrix's end; 0: nothing leaves */
+};
+
+/* Outputs 16 m … of it. WHOLE: all of the piece's outputs are there, 16 bytes at a time. */
+template <bool ROTATE, bool WHOLE>
+HX_DEVICE void leave_some(const hx_gemm &p, const leaving<ROTATE> &x, int64_t col, int m)
 {
-    float *y = p.y + row * p.ldy + col;
+    const float4 f = x.factors[m].value();
+    const float4 v = make_float4(
+        x.v[4 * m] * (f.x * x.scale.by), x.v[4 * m + 1] * (f.y * x.scale.by),
+        x.v[4 * m + 2] * (f.z * x.scale.by), x.v[4 * m + 3] * (f.w * x.scale.by));
 
-#pragma unroll
-    for (int m = 0; m < 8; m++) {
-        const float4 f = factors_at<ROTATE>(p, col + 16 * m);
-
-        v[4 * m] = v[4 * m] * (f.x * scale);
-        v[4 * m + 1] = v[4 * m + 1] * (f.y * scale);
-        v[4 * m + 2] = v[4 * m + 2] * (f.z * scale);
-        v[4 * m + 3] = v[4 * m + 3] * (f.w * scale);
-    }
-    if (p.bias == NULL && p.wide && col + 7 * 16 + 4 <= p.n) {
-#pragma unroll
-        for (int m = 0; m < 8; m++)
-            *(float4 *)(y + 16 * m) =
-                make_float4(v[4 * m], v[4 * m + 1], v[4 * m + 2], v[4 * m + 3]);
+    if (WHOLE) {
+        if (x.width > 0)
+            *(float4 *)(x.y + 16 * m) = v;
         return;
     }
 #pragma unroll
-    for (int m = 0; m < 8; m++)
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const int64_t at = col + 16 * m + k;
-
-            if (at < p.n)
-                y[16 * m + k] =
-                    p.bias != NULL ? v[4 * m + k] + hx_half_to(p.bias[at]) : v[4 * m + k];
-        }
+    for (int k = 0; k < 4; k++)
+        if (16 * m + k < x.width)
+            x.y[16 * m + k] = p.bias != NULL
+                                  ? (&v.x)[k] + hx_half_to(p.bias[col + 16 * m + k])
+                                  : (&v.x)[k];
 }
 
-/* 64 rows of a warp group leave. */
-template <bool ROTATE>
+/* 64 rows of a warp group leave, 32 sums of a lane at a time: what is ready is stored while
+ * the next are rotated, for a multiprocessor's stores alone take as long (H200). */
+template <bool ROTATE, bool WHOLE>
 HX_DEVICE void dense_store(const hx_gemm &p, const dense_piece &t, int rank, float d[128])
 {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, q = lane & 3;
-    const int64_t row =
-        (int64_t)t.block * MOST_ROWS + rank * ROWS + 16 * warp + (lane >> 2);
+    const int row = t.block * MOST_ROWS + rank * ROWS + 16 * warp + (lane >> 2);
     const int64_t col = (int64_t)t.pair * OUTPUTS + 8 * (q & 1) + 4 * (q >> 1);
-    const float scale[2] = { row < p.rows ? p.scale[row] : 0.0f,
-                             row + 8 < p.rows ? p.scale[row + 8] : 0.0f };
+    factor<ROTATE> factors[2][8];
+    leaving<ROTATE> ready;
 
+    ready.width = 0;
 #pragma unroll
-    for (int c = 0; c < 2; c++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float v[32];
+    for (int u = 0; u < 4; u++) {
+        const int c = u / 2, r = row + u % 2 * 8;
+        leaving<ROTATE> x;
 
-            /* Copies that the compiler cannot see through: with what follows done in the
-             * sums' own registers it waits after each wgmma. */
+        if (u % 2 == 0)
 #pragma unroll
-            for (int i = 0; i < 32; i++)
-                asm volatile("mov.b32 %0, %1;"
-                             : "=f"(v[i])
-                             : "f"(d[64 * c + 4 * (i >> 1) + 2 * h + (i & 1)]));
-            turn_sums<ROTATE>(v);
-            if (row + 8 * h < p.rows && 2 * t.pair + c < p.groups)
-                leave_turned<ROTATE>(p, v, scale[h], row + 8 * h, col + c * GROUP);
-        }
+            for (int m = 0; m < 8; m++)
+                factors[c][m] =
+                    factor<ROTATE>::template load<WHOLE>(p, col + c * GROUP + 16 * m);
+                /* Copies that the compiler cannot see through: with what follows done in the
+         * sums' own registers it waits after each wgmma. */
+#pragma unroll
+        for (int i = 0; i < 32; i++)
+            asm volatile("mov.b32 %0, %1;"
+                         : "=f"(x.v[i])
+                         : "f"(d[64 * c + 4 * (i >> 1) + 2 * (u % 2) + (i & 1)]));
+        x.factors = factors[c];
+        x.scale = p.scale[min(r, p.rows - 1)];
+        x.y = p.y + r * p.ldy + col + c * GROUP;
+        x.width = r < p.rows && 2 * t.pair + c < p.groups
+                      ? (int)min(p.n - col - c * GROUP, (int64_t)GROUP)
+                      : 0;
+        turn_sums<ROTATE>(x.v, [&](int m) {
+            if (u > 0)
+                leave_some<ROTATE, WHOLE>(p, ready, col + (u - 1) / 2 * GROUP, m);
+        });
+        if (q == 0)
+            x.v[0] += x.scale.first;
+        ready = x;
+    }
+#pragma unroll
+    for (int m = 0; m < 8; m++)
+        leave_some<ROTATE, WHOLE>(p, ready, col + GROUP, m);
 }
 
 #endif
@@ -280,7 +316,10 @@ __global__ void __launch_bounds__(THREADS, 1)
             float d[128];
 
             dense_multiply(p, s, d);
-            dense_store<ROTATE>(p, t, rank, d);
+            if (p.bias == NULL && p.wide && (t.pair + 1) * OUTPUTS <= p.n)
+                dense_store<ROTATE, true>(p, t, rank, d);
+            else
+                dense_store<ROTATE, false>(p, t, rank, d);
         }
     }
     hx_cluster_meet(); /* none ends while the other reaches into its shared memory */

@@ -171,6 +171,11 @@ cudaError_t hx_cuda_stage_put(hx_cuda *c, hx_cuda_stage *s, size_t n);
 /* After the last kernel that reads s->dev. */
 cudaError_t hx_cuda_stage_done(hx_cuda *c, hx_cuda_stage *s);
 
+/* cuda_plain.cu: a plain product with many rows in the canonical arithmetic, and whether
+ * it takes one. */
+bool hx_cuda_plain_takes(const hx_cuda *c, const hx_matmul_args *a);
+int hx_cuda_plain_many(hx_cuda *c, const hx_matmul_args *a, hx_err *err);
+
 /* kernel<<<grid, block, shared bytes, stream of c>>>(...); returns from the launcher when
  * that fails. HX_LAUNCH_OK is the launcher's last line. An empty grid launches nothing.
  */

@@ -88,7 +88,7 @@ static many_layout many_layout_of(const hx_cuda_moe *m, int64_t window)
         l.block + up_256((size_t)(n_window * window / IMAGE_ROWS) * sizeof(hx_row_block));
     l.image = l.n_block + up_256((size_t)n_window * sizeof(int32_t));
     l.scale = l.image + image;
-    l.gate = l.scale + up_256((size_t)window * sizeof(float));
+    l.gate = l.scale + up_256((size_t)window * sizeof(hx_row_scale));
     l.up = l.gate + up_256((size_t)(window * m->f) * sizeof(float));
     l.bytes = l.up + up_256((size_t)(window * m->f) * sizeof(float));
     return l;
@@ -115,8 +115,9 @@ static cudaError_t multiply_window(const hx_cuda_moe *m, const plan *pl, int i,
     in.pick = pl->pick + (int64_t)i * pl->window;
     in.id = m->id;
     in.limit = m->limit;
+    in.mul1 = m->codebook == HX_CB_MUL1;
     p.image = in.image = (uint8_t *)mem + l->image;
-    p.scale = in.scale = (float *)(mem + l->scale);
+    p.scale = in.scale = (hx_row_scale *)(mem + l->scale);
     p.block = pl->block + (int64_t)i * (pl->window / IMAGE_ROWS);
     p.n_block = pl->n_block + i;
     p.block_rows = pl->block_rows;

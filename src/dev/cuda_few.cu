@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(FEW_THREADS) gemm_few(const __grid_constant__ 
         const bool in = col < p.n;
         float d[OUT / 2];
 
-        s.factor[threadIdx.x] = in ? hx_half_to(p.svh[col]) * HX_CANON_ROOT : 0.0f;
+        s.factor[threadIdx.x] = in ? hx_half_to(p.svh[col]) : 0.0f;
         s.bias[threadIdx.x] = in && p.bias != NULL ? hx_half_to(p.bias[col]) : 0.0f;
         few_multiply<OUT>(p, s, d);
         hx_cuda_after_previous();

@@ -333,7 +333,8 @@ template <class F, int N> HX_DEVICE void multiply(const hx_gemm &p, pipe &s, flo
 /* What ends a piece: factor and bias of output threadIdx.x; scale and place of row 64
  * (lane / 8) + 8 warp + lane % 8. */
 struct ending {
-    float factor, bias, scale;
+    float factor, bias;
+    hx_row_scale scale;
     int32_t row;
 };
 
@@ -346,11 +347,11 @@ HX_DEVICE ending ending_of(const hx_gemm &p, const piece &t)
     ending e;
 
     e.factor = !in                   ? 0.0f
-               : t.svh != NULL       ? hx_half_to(t.svh[col]) * HX_CANON_ROOT
+               : t.svh != NULL       ? hx_half_to(t.svh[col])
                : t.out_scale != NULL ? t.out_scale[col]
                                      : 1.0f;
     e.bias = in && p.bias != NULL ? hx_half_to(p.bias[col]) : 0.0f;
-    e.scale = r < t.rows ? p.scale[t.pos + r] : 0.0f;
+    e.scale = p.scale[t.pos + min(r, t.rows - 1)];
     e.row = r < t.rows && p.row != NULL ? p.row[t.pos + r] : t.pos + r;
     return e;
 }
@@ -404,7 +405,9 @@ HX_DEVICE void store(const hx_gemm &p, const piece &t, const ending &e, const fl
         }
         put_sums(d + 32 * c, out, t.svh != NULL);
         hx_bar_sync(1, 32 * WARPS);
-        const float scale = __shfl_sync(~0u, e.scale, 8 * c + (lane >> 2));
+        const hx_row_scale scale = { __shfl_sync(~0u, e.scale.by, 8 * c + (lane >> 2)),
+                                     __shfl_sync(~0u, e.scale.first,
+                                                 8 * c + (lane >> 2)) };
         const int64_t row = __shfl_sync(~0u, e.row, 8 * c + (lane >> 2));
         float v[8][4];
 

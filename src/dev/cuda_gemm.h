@@ -62,6 +62,12 @@ static inline size_t image_bytes(int64_t positions, int64_t k_pad)
     return (size_t)(hx_ceil_div(positions, MOST_ROWS) * MOST_ROWS * k_pad) * 2;
 }
 
+/* Of a row of the image: what its sums are multiplied with, and what is added before to
+ * the first of each rotation. */
+struct hx_row_scale {
+    float by, first;
+};
+
 /* Position p of the image: input row, and matrix of the scales. */
 struct hx_image_in {
     const float *x, *up; /* up: the input is act(x, up) */
@@ -75,7 +81,8 @@ struct hx_image_in {
     int steps; /* of 64 inputs */
     bool wide; /* x (and up) can be read 16 bytes at a time, to the end */
     uint8_t *image;
-    float *scale; /* [positions] what the row was divided by, a power of two */
+    bool mul1;           /* the weights are pair_mul1's */
+    hx_row_scale *scale; /* [positions] */
 };
 
 HX_DEVICE const hx_cuda_mat *matrix_of(const hx_cuda_expert *e, int which)
@@ -119,7 +126,7 @@ struct hx_gemm {
     const int32_t *n_block;
     int64_t w_head; /* of blocks without experts: bytes of a head's weights */
     const uint8_t *image;
-    const float *scale;
+    const hx_row_scale *scale;
     float *y;
     const int32_t *row; /* [positions] row of y; NULL: the position */
     int64_t ldy, n;
@@ -186,16 +193,20 @@ HX_DEVICE void windows_of(const uint32_t *tile, int k2, int lane, uint32_t s[8])
     }
 }
 
-/* Two fp16 values of MUL1: 1024 + the byte sum is a half as it stands. */
+/* Two weights of MUL1 as integers, byte sum - 510: 1024 + the sum is a half as it stands.
+ * The weight is HX_CANON_K_INV times integer + MUL1_REST, and rows_to_image sees to the
+ * rest. Small integers have few bits set, so the tensor cores take less power. */
+#define MUL1_REST (HX_CANON_C2 / HX_CANON_K_INV - 2.0f)
+
 HX_DEVICE uint32_t pair_mul1(uint32_t s0, uint32_t s1)
 {
     const uint32_t a = __dp4a(s0 * HX_EXL3_MUL1, 0x01010101u, 0x6400u);
     const uint32_t b = __dp4a(s1 * HX_EXL3_MUL1, 0x01010101u, 0x6400u);
     uint32_t v;
 
-    asm("fma.rn.f16x2 %0, %1, %2, %3;"
+    asm("add.rn.f16x2 %0, %1, %2;"
         : "=r"(v)
-        : "r"(__byte_perm(a, b, 0x5410)), "r"(0x1EEE1EEEu), "r"(0xC931C931u));
+        : "r"(__byte_perm(a, b, 0x5410)), "r"(0xE5FEE5FEu));
     return v;
 }
 
@@ -310,18 +321,20 @@ HX_DEVICE void rotate_sums(float v[8][4])
 
 /* A quarter of a row, from output col on, leaves. factor, bias: those of these outputs. */
 HX_DEVICE void leave(const hx_gemm &p, float v[8][4], const float *factor,
-                     const float *bias, float scale, int64_t row, int64_t col)
+                     const float *bias, hx_row_scale scale, int64_t row, int64_t col)
 {
     float *y = p.y + row * p.ldy + col;
 
+    if (col % GROUP == 0)
+        v[0][0] += scale.first;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const float4 f = *(const float4 *)(factor + 16 * i);
 
-        v[i][0] = v[i][0] * (f.x * scale);
-        v[i][1] = v[i][1] * (f.y * scale);
-        v[i][2] = v[i][2] * (f.z * scale);
-        v[i][3] = v[i][3] * (f.w * scale);
+        v[i][0] = v[i][0] * (f.x * scale.by);
+        v[i][1] = v[i][1] * (f.y * scale.by);
+        v[i][2] = v[i][2] * (f.z * scale.by);
+        v[i][3] = v[i][3] * (f.w * scale.by);
     }
     if (p.bias == NULL && p.wide && col + 7 * 16 + 4 <= p.n) {
 #pragma unroll

@@ -110,7 +110,7 @@ static heads_layout heads_layout_of(const hx_head_matmul_args *a, int64_t rows)
     l.n_block = l.block + up_256((size_t)(positions / IMAGE_ROWS) * sizeof(hx_row_block));
     l.image = l.n_block + 256;
     l.scale = l.image + image_bytes(positions, l.k_pad);
-    l.bytes = l.scale + up_256((size_t)positions * sizeof(float));
+    l.bytes = l.scale + up_256((size_t)positions * sizeof(hx_row_scale));
     return l;
 }
 
@@ -144,7 +144,7 @@ static cudaError_t heads_rows(const hx_head_matmul_args *a, const heads_layout *
     in.active = 1;
     in.steps = p.steps = (int)(l->k_pad / STEP);
     in.image = (uint8_t *)mem + l->image;
-    in.scale = (float *)(mem + l->scale);
+    in.scale = (hx_row_scale *)(mem + l->scale);
     if (rc == cudaSuccess)
         rc = hx_cuda_image_rows(&in, positions, w, stream);
     p.w = (const uint8_t *)mem;

@@ -96,18 +96,22 @@ HX_DEVICE void put_inputs(const hx_image_in &p, uint32_t pos, uint32_t block, fl
         p.image, p.steps, pos, 128 * block + 4 * (threadIdx.x & 31)) = *(const uint2 *)h;
 }
 
+/* Inputs whose sum is s add MUL1_REST s to each sum of a group, so 128 times that to the
+ * first of its rotation alone; a rotation of inputs adds up to 128 ROOT times its first. */
+#define MUL1_FIRST (MUL1_REST * GROUP * GROUP * HX_CANON_ROOT)
+
 /* One block: one position. Grid positions. Reads the row, what its warps cannot keep a
  * second time from the cache, and writes half its bytes. */
 template <bool ACT>
 __global__ void __launch_bounds__(IMAGE_THREADS)
     rows_to_image(const __grid_constant__ hx_image_in p)
 {
-    __shared__ float shared[33];
+    __shared__ float shared[33], firsts[IMAGE_THREADS / 32];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n_warp = blockDim.x >> 5;
     const int64_t pos = blockIdx.x;
     const uint16_t *suh = p.suh;
     int64_t row = pos;
-    float most = 0, held[HELD][4], v[4];
+    float most = 0, first = 0, held[HELD][4], v[4];
     inputs in[HELD];
 
     hx_cuda_after_previous();
@@ -131,6 +135,7 @@ __global__ void __launch_bounds__(IMAGE_THREADS)
     for (int h = 0; h < HELD; h++)
         if (2 * (warp + h * n_warp) < p.steps) {
             values_of<ACT>(p, in[h], rotate, held[h]);
+            first += held[h][0];
             for (int i = 0; i < 4; i++)
                 most = fmaxf(most, fabsf(held[h][i]));
         }
@@ -138,14 +143,22 @@ __global__ void __launch_bounds__(IMAGE_THREADS)
         values_of<ACT>(p,
                        load_inputs<ACT>(p, row, suh, (int64_t)b * 128 + 4 * lane, wide),
                        rotate, v);
+        first += v[0];
         for (int i = 0; i < 4; i++)
             most = fmaxf(most, fabsf(v[i]));
     }
+    if (lane == 0)
+        firsts[warp] = first;
     most = hx_block_max(most, shared);
     /* A rotation of 128 values makes none larger than sqrt(128) times the largest. */
     const float up = up_scale(rotate ? most * 11.5f : most);
-    if (threadIdx.x == 0)
-        p.scale[pos] = 1.0f / up;
+    if (threadIdx.x == 0) {
+        for (int i = 1; i < n_warp; i++)
+            first += firsts[i];
+        p.scale[pos] = { (rotate ? HX_CANON_ROOT : 1.0f) *
+                             (p.mul1 ? HX_CANON_K_INV : 1.0f) / up,
+                         p.mul1 ? MUL1_FIRST * first * up : 0.0f };
+    }
 #pragma unroll
     for (int h = 0; h < HELD; h++)
         if (2 * (warp + h * n_warp) < p.steps)

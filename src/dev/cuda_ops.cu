@@ -14,12 +14,15 @@ enum {
     THREADS = 256,
     VEC = 4,           /* neighbours of a thread */
     SLICE = 64,        /* columns, of all streams, of a partial sum of hc_mix */
-    MIX_ROWS = 4,      /* rows that share the weights of a slice */
+    MIX_ROWS = 4,      /* rows that a warp multiplies at a time */
+    MIX_MOST = 16,     /* rows that share the weights of a slice, in a call of many */
+    MIX_MANY = 256,    /* rows of such a call */
     MIX_THREADS = 512, /* of a row's norm: as rmsnorm takes for a wide row */
     MIX_OUTS = 4,      /* outputs whose weights a warp has on their way at a time */
     MIX_AHEAD = 2,     /* times four columns that a thread asks for at first */
     MAX_STREAMS = 8,   /* ops.c: same bound */
-    SOME_STREAMS = 4,  /* up to which mix_dots takes half of the registers */
+    FULL_STREAMS =
+        4, /* with so many, and nothing odd, mix_dots knows all at compile time */
 };
 
 static const int64_t MAX_GRID_Y = 65535;
@@ -253,29 +256,30 @@ struct mix_args {
     hx_plain_mat fn;
     int64_t rows, dim, slices;
     float norm_eps, eps;
-    int s, iters;
+    int s, iters, block_rows; /* of mix_dots */
     bool wide;
 };
 
-template <int FMT, int N> __global__ void mix_dots(const __grid_constant__ mix_args a);
+template <int FMT, int N, bool FULL>
+__global__ void mix_dots(const __grid_constant__ mix_args a);
 template <int S> __global__ void mix_rows(const __grid_constant__ mix_args a);
 __global__ void mix_copy(const mix_args a);
 
 /* Some rows: those whose partial sums the scratch holds. */
 static int mix_some(hx_cuda *c, const mix_args &k, int fmt, hx_err *err)
 {
-    const dim3 grid((unsigned)k.slices, (unsigned)hx_ceil_div(k.rows, MIX_ROWS));
+    const dim3 grid((unsigned)k.slices, (unsigned)hx_ceil_div(k.rows, k.block_rows));
     const dim3 rows(2, (unsigned)k.rows);
     const size_t row_bytes = (size_t)k.dim * sizeof(float);
 
-    if (k.s <= SOME_STREAMS) {
-        HX_PLAIN_SWITCH(fmt,
-                        HX_LAUNCH_NEXT(c, "hc_mix", err, (mix_dots<FMT, SOME_STREAMS>),
-                                       grid, THREADS, 0, k));
+    if (k.s == FULL_STREAMS && k.wide && k.fn.wide && k.dim % SLICE == 0) {
+        HX_PLAIN_SWITCH(fmt, HX_LAUNCH_NEXT(c, "hc_mix", err,
+                                            (mix_dots<FMT, FULL_STREAMS, true>), grid,
+                                            THREADS, 0, k));
     } else {
-        HX_PLAIN_SWITCH(fmt,
-                        HX_LAUNCH_NEXT(c, "hc_mix", err, (mix_dots<FMT, MAX_STREAMS>),
-                                       grid, THREADS, 0, k));
+        HX_PLAIN_SWITCH(fmt, HX_LAUNCH_NEXT(c, "hc_mix", err,
+                                            (mix_dots<FMT, MAX_STREAMS, false>), grid,
+                                            THREADS, 0, k));
     }
 #define CASE(n)                                                                          \
     case n:                                                                              \
@@ -334,10 +338,11 @@ extern "C" int hx_cuda_hc_mix(hx_dev *d, const hx_hc_mix_args *a, hx_err *err)
     k.eps = a->eps;
     k.s = (int)s;
     k.iters = a->iters;
+    k.block_rows = a->rows >= MIX_MANY ? MIX_MOST : MIX_ROWS;
     k.slices = hx_ceil_div(a->dim, SLICE);
     k.part = (float *)c->scratch;
-    k.wide =
-        aligned16(k.x) && aligned16(k.streams) && aligned16(k.w) && a->dim % VEC == 0;
+    k.wide = aligned16(k.x) && aligned16(k.streams) && aligned16(k.w) && aligned16(k.y) &&
+             a->dim % VEC == 0;
     const int64_t fit =
         HX_MIN((int64_t)(c->scratch_bytes / sizeof(float)) / (k.slices * n), MAX_GRID_Y);
     if (fit < 1 || (size_t)a->dim * sizeof(float) > c->shared_bytes - 1024)
@@ -395,111 +400,189 @@ template <int N> HX_DEVICE void merge_column(float v[N], float y, const float *m
     }
 }
 
-/* One column of the slice of four rows, a thread each: its streams, merged where that
- * comes first, to shared memory. Whole block. */
-template <int N>
+/* Four columns of the slice of a row, a thread each: its streams, merged where that comes
+ * first, to shared memory. Whole block. */
+template <int N, bool FULL>
 HX_DEVICE void mix_inputs(const mix_args &a, int64_t r0, int n_row,
-                          float x[MIX_ROWS][N * SLICE])
+                          float x[MIX_MOST][N * SLICE])
 {
-    __shared__ float map[MIX_ROWS][N * (N + 1)];
-    const int r = threadIdx.x / SLICE, c = threadIdx.x % SLICE, s = a.s;
-    const int64_t col = (int64_t)blockIdx.x * SLICE + c;
-    const bool in = r < n_row && col < a.dim;
-    float *at = a.streams + (r0 + r) * s * a.dim + col;
-    float v[N];
+    static_assert(THREADS == MIX_MOST * SLICE / VEC, "a thread has a place");
+    __shared__ float map[MIX_MOST][N * (N + 1)];
+    const int r = threadIdx.x / (SLICE / VEC), c = threadIdx.x % (SLICE / VEC),
+              s = FULL ? N : a.s;
+    const int64_t col = (int64_t)blockIdx.x * SLICE + VEC * c;
+    const bool in = r < n_row, wide = FULL || (a.wide && col < a.dim);
+    float *row = a.streams + (r0 + r) * s * a.dim;
+    float v[N][VEC] = {}, y[VEC] = {};
 
-#pragma unroll
-    for (int j = 0; j < N; j++)
-        v[j] = j < s && in ? at[j * a.dim] : 0.0f;
-    if (a.y != NULL) {
-        const float y = in ? a.y[(r0 + r) * a.dim + col] : 0.0f;
-
-        for (int j = c; j < s * (s + 1) && r < n_row; j += SLICE)
-            map[r][j] =
-                j < s ? a.post[(r0 + r) * s + j] : a.comb[(r0 + r) * s * s + j - s];
-        __syncthreads();
-        merge_column<N>(v, y, map[r], s);
+    if (in) {
 #pragma unroll
         for (int j = 0; j < N; j++)
-            if (j < s && in)
-                at[j * a.dim] = v[j];
+            if (j < s)
+                load4(v[j], row + j * a.dim, col, a.dim, wide);
+        if (a.y != NULL) {
+            load4(y, a.y + (r0 + r) * a.dim, col, a.dim, wide);
+            for (int j = c; j < s * (s + 1); j += SLICE / VEC)
+                map[r][j] =
+                    j < s ? a.post[(r0 + r) * s + j] : a.comb[(r0 + r) * s * s + j - s];
+        }
     }
+    if (a.y != NULL) {
+        __syncthreads();
 #pragma unroll
-    for (int j = 0; j < N; j++)
-        if (j < s)
-            x[r][j * SLICE + c] = in ? v[j] : 0.0f;
+        for (int q = 0; q < VEC; q++) {
+            float column[N];
+
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                column[j] = v[j][q];
+            merge_column<N>(column, y[q], map[r], s);
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                v[j][q] = column[j];
+        }
+    }
+    if (in)
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            if (j < s) {
+                if (a.y != NULL)
+                    store4(row + j * a.dim, col, a.dim, wide, v[j]);
+                *(float4 *)(x[r] + j * SLICE + VEC * c) =
+                    make_float4(v[j][0], v[j][1], v[j][2], v[j][3]);
+            }
     __syncthreads();
 }
 
-/* A block: one slice of 64 columns, four rows, all outputs and the sum of squares; a warp
- * takes every eighth output, four of them at a time. Grid (slices, R / 4). Reads the
- * weights once for four rows, and the streams once; with y writes them. */
-template <int FMT, int N>
-__global__ void __launch_bounds__(THREADS) mix_dots(const __grid_constant__ mix_args a)
+/* A lane's weights of the slice: outputs j0 …, columns 8 lane … of each 256. */
+template <int FMT, int CHUNKS, bool FULL>
+HX_DEVICE void mix_weights(const mix_args &a, int j0, float w[MIX_OUTS][CHUNKS][8])
 {
-    static_assert(THREADS == MIX_ROWS * SLICE, "a thread has a column of a row");
-    constexpr int CHUNKS = N * SLICE / 256, WARPS = THREADS / 32;
-    __shared__ __align__(16) float x[MIX_ROWS][N * SLICE];
-    const int64_t c0 = (int64_t)blockIdx.x * SLICE, r0 = (int64_t)blockIdx.y * MIX_ROWS;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n_out = (int)a.fn.n;
-    const int n_row = (int)min((int64_t)MIX_ROWS, a.rows - r0), width = a.s * SLICE;
-
-    /* Every warp comes once at least, for the barrier. */
-    for (int j0 = warp; j0 <= n_out || j0 == warp; j0 += MIX_OUTS * WARPS) {
-        float w[MIX_OUTS][CHUNKS][8], sum[MIX_OUTS][MIX_ROWS] = {};
+    const int64_t c0 = (int64_t)blockIdx.x * SLICE;
 
 #pragma unroll
-        for (int o = 0; o < MIX_OUTS; o++)
-#pragma unroll
-            for (int i = 0; i < CHUNKS; i++) {
-                const int at = 256 * i + 8 * lane, c = at % SLICE;
-
-                if (j0 + o * WARPS < n_out && at < width && c0 + c < a.dim)
-                    hx_plain_load8<FMT>(w[o][i], a.fn, j0 + o * WARPS,
-                                        at / SLICE * a.dim + c0 + c);
-                else
-                    for (int q = 0; q < 8; q++)
-                        w[o][i][q] = 0;
-            }
-        if (j0 == warp) {
-            hx_cuda_in_turn();
-            mix_inputs<N>(a, r0, n_row, x);
-        }
+    for (int o = 0; o < MIX_OUTS; o++)
 #pragma unroll
         for (int i = 0; i < CHUNKS; i++) {
-            const int at = 256 * i + 8 * lane;
+            const int at = 256 * i + 8 * (threadIdx.x & 31), c = at % SLICE;
 
-            if (at >= width)
-                break;
-#pragma unroll
-            for (int r = 0; r < MIX_ROWS; r++) {
-                float v[8];
+            const int64_t input = at / SLICE * a.dim + c0 + c;
 
-                load4(v, x[r], at, width, true);
-                load4(v + 4, x[r], at + 4, width, true);
-#pragma unroll
-                for (int o = 0; o < MIX_OUTS; o++) {
-                    const bool squares = j0 + o * WARPS == n_out;
-
-#pragma unroll
-                    for (int q = 0; q < 8; q++)
-                        sum[o][r] = fmaf(squares ? v[q] : w[o][i][q], v[q], sum[o][r]);
-                }
-            }
+            if (FULL && j0 + o < a.fn.n)
+                hx_plain_widen8<FMT>(w[o][i], hx_plain_raw8<FMT>(a.fn, j0 + o, input),
+                                     a.fn, j0 + o, input,
+                                     hx_plain_block_scale<FMT>(a.fn, j0 + o, input));
+            else if (!FULL && j0 + o < a.fn.n && at < a.s * SLICE && c0 + c < a.dim)
+                hx_plain_load8<FMT>(w[o][i], a.fn, j0 + o, input);
+            else
+                for (int q = 0; q < 8; q++)
+                    w[o][i][q] = 0;
         }
-#pragma unroll
-        for (int o = 0; o < MIX_OUTS; o++)
-#pragma unroll
-            for (int r = 0; r < MIX_ROWS; r++) {
-                if (r >= n_row)
-                    break;
-                const float t = hx_warp_sum(sum[o][r]);
-                const int j = j0 + o * WARPS;
+}
 
-                if (lane == 0 && j <= n_out)
-                    a.part[((r0 + r) * (n_out + 1) + j) * a.slices + blockIdx.x] = t;
-            }
+/* Of 16 values, value i summed over the lanes, as hx_warp_sum does, for lanes 2 i and
+ * 2 i + 1 alone; the first of N = 8, 4, 2, 1 steps. Each step halves the values that a
+ * lane still has to do with. */
+template <int N> HX_DEVICE float sums_of(float v[2 * N])
+{
+    const bool up = (threadIdx.x & 2 * N) != 0;
+
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const float other = __shfl_xor_sync(~0u, up ? v[i] : v[i + N], 2 * N);
+
+        v[i] = (up ? v[i + N] : v[i]) + other;
     }
+    if constexpr (N > 1)
+        return sums_of<N / 2>(v);
+    return v[0] + __shfl_xor_sync(~0u, v[0], 1);
+}
+
+/* Partial sums of four rows and outputs. x: the rows. */
+template <int N, int CHUNKS, bool FULL>
+HX_DEVICE void mix_some_dots(const mix_args &a, int64_t r0, int n_row, int j0,
+                             const float x[MIX_ROWS][N * SLICE],
+                             const float w[MIX_OUTS][CHUNKS][8])
+{
+    static_assert(MIX_OUTS * MIX_ROWS == 16, "two lanes a sum");
+    const int lane = threadIdx.x & 31, width = (FULL ? N : a.s) * SLICE;
+    float sum[MIX_OUTS * MIX_ROWS] = {};
+
+#pragma unroll
+    for (int i = 0; i < CHUNKS; i++) {
+        const int at = 256 * i + 8 * lane;
+
+        if (at >= width)
+            break;
+#pragma unroll
+        for (int r = 0; r < MIX_ROWS; r++) {
+            float v[8];
+
+            load4(v, x[r], at, width, true);
+            load4(v + 4, x[r], at + 4, width, true);
+#pragma unroll
+            for (int o = 0; o < MIX_OUTS; o++)
+#pragma unroll
+                for (int q = 0; q < 8; q++)
+                    sum[MIX_ROWS * o + r] = fmaf(w[o][i][q], v[q], sum[MIX_ROWS * o + r]);
+        }
+    }
+    const float t = sums_of<8>(sum);
+    const int j = j0 + lane / 8, r = lane / 2 % MIX_ROWS;
+
+    if (lane % 2 == 0 && j < a.fn.n && r < n_row)
+        a.part[((r0 + r) * (a.fn.n + 1) + j) * a.slices + blockIdx.x] = t;
+}
+
+/* Partial sum of a row's squares, by a warp. */
+template <int N, int CHUNKS, bool FULL>
+HX_DEVICE void mix_squares(const mix_args &a, int64_t r, const float x[N * SLICE])
+{
+    const int lane = threadIdx.x & 31, width = (FULL ? N : a.s) * SLICE;
+    float sum = 0, v[8];
+
+#pragma unroll
+    for (int i = 0; i < CHUNKS; i++) {
+        const int at = 256 * i + 8 * lane;
+
+        if (at >= width)
+            break;
+        load4(v, x, at, width, true);
+        load4(v + 4, x, at + 4, width, true);
+#pragma unroll
+        for (int q = 0; q < 8; q++)
+            sum = fmaf(v[q], v[q], sum);
+    }
+    sum = hx_warp_sum(sum);
+    if (lane == 0)
+        a.part[(r * (a.fn.n + 1) + a.fn.n) * a.slices + blockIdx.x] = sum;
+}
+
+/* A block: one slice of 64 columns, up to 16 rows, all outputs, four to a warp, and the sum
+ * of squares. Grid (slices, R / block_rows). Reads the weights once for its rows, and the
+ * streams once; with y writes them. */
+template <int FMT, int N, bool FULL>
+__global__ void __launch_bounds__(THREADS, FULL ? 3 : 1)
+    mix_dots(const __grid_constant__ mix_args a)
+{
+    constexpr int CHUNKS = N * SLICE / 256, WARPS = THREADS / 32;
+    __shared__ __align__(16) float x[MIX_MOST][N * SLICE];
+    const int64_t r0 = (int64_t)blockIdx.y * a.block_rows;
+    const int warp = threadIdx.x >> 5,
+              n_row = (int)min((int64_t)a.block_rows, a.rows - r0);
+    float w[MIX_OUTS][CHUNKS][8];
+
+    mix_weights<FMT, CHUNKS, FULL>(a, MIX_OUTS * warp, w);
+    hx_cuda_in_turn();
+    mix_inputs<N, FULL>(a, r0, n_row, x);
+    for (int j0 = MIX_OUTS * warp; j0 < a.fn.n; j0 += MIX_OUTS * WARPS) {
+        if (j0 != MIX_OUTS * warp)
+            mix_weights<FMT, CHUNKS, FULL>(a, j0, w);
+        for (int r = 0; r < n_row; r += MIX_ROWS)
+            mix_some_dots<N, CHUNKS, FULL>(a, r0 + r, n_row - r, j0, x + r, w);
+    }
+    for (int r = WARPS - 1 - warp; r < n_row; r += WARPS)
+        mix_squares<N, CHUNKS, FULL>(a, r0 + r, x[r]);
 }
 
 /* 1 / x to the last bit or two; x is neither 0 nor subnormal. */

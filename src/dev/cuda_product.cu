@@ -579,6 +579,8 @@ extern "C" int hx_cuda_matmul(hx_dev *d, const hx_matmul_args *a, hx_err *err)
         rc = many_matmul(c, a, err);
     } else if (a->w->fmt == HX_FMT_EXL3) {
         rc = exl3_matmul(c, a, err);
+    } else if (hx_cuda_plain_takes(c, a)) {
+        rc = hx_cuda_plain_many(c, a, err);
     } else {
         const plain_set set = plain_set_of(a, &rest);
 

@@ -12,7 +12,7 @@ enum {
 /* Image, scales. */
 static size_t rows_bytes(int64_t rows, int64_t k_pad)
 {
-    return image_bytes(rows, k_pad) + up_256((size_t)rows * sizeof(float));
+    return image_bytes(rows, k_pad) + up_256((size_t)rows * sizeof(hx_row_scale));
 }
 
 /* n outputs as tiles of halves, and their scales. */
@@ -80,7 +80,8 @@ static cudaError_t multiply_rows(const hx_cuda_many *a, int64_t r0, int64_t rows
     in.suh = exl3 ? (const uint16_t *)m->suh : NULL;
     in.steps = (int)(k_pad / STEP);
     in.image = (uint8_t *)w->p;
-    in.scale = (float *)(in.image + image_bytes(rows, k_pad));
+    in.mul1 = exl3 && m->codebook == HX_CB_MUL1;
+    in.scale = (hx_row_scale *)(in.image + image_bytes(rows, k_pad));
     cudaError_t rc = hx_cuda_image_rows(&in, rows, w, stream);
     p.image = in.image;
     p.scale = in.scale;
