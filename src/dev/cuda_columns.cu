@@ -3,16 +3,20 @@
  * back.
  *
  * 4 RQ rows are 8 RQ columns of 64 outputs x 32 k-slots, the planes of a row neighbours.
- * They lie in memory as shared memory wants them: for each 64 inputs, a stage, RQ * 2048
- * bytes, of them for each two rows of tiles a matrix of hx_wgmma_matrix whose rows are the
- * columns; in these, for each row of tiles, the inputs 2 q, 2 q + 1, 2 q + 8, 2 q + 9, all
- * q of one before the next, each four times. */
+ * A stage is 64 inputs, four rows of tiles. Lane 4 g + q takes of row q of them the runs of
+ * output g: with inputs 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of all four rows the tensor cores
+ * have two products. So the columns have, for every t, these inputs of row 0, 1, 2, 3, each
+ * four times; they lie in memory as shared memory wants them, RQ * 2048 bytes a stage, two
+ * matrices of hx_wgmma_matrix with two t each. */
 #include "dev/cuda_matmul.h"
 
 #define COLUMN_STAGES 3
 
+/* Bytes from row to row of a stage's tiles: the four rows' runs lie in other banks. */
+template <int K2> constexpr int tile_pitch = 128 * K2 + 32;
+
 template <int K2, int RQ>
-constexpr int column_stage = (2048 * RQ + 512 * K2 + 1023) / 1024 * 1024;
+constexpr int column_stage = (2048 * RQ + 4 * tile_pitch<K2> + 1023) / 1024 * 1024;
 
 /* Row quads of a product with columns. */
 #define COLUMN_RQ(rows) ((rows) <= 8 ? 2 : 4)
@@ -23,7 +27,7 @@ __global__ void __launch_bounds__(QUAD)
     exl3_to_columns(const __grid_constant__ hx_cuda_job j, int64_t n_block, int rq,
                     hx_cuda_area area)
 {
-    const int lane = threadIdx.x & 31, t = lane >> 2, r = blockIdx.y;
+    const int lane = threadIdx.x & 31, t = lane >> 2, q = lane & 3, r = blockIdx.y;
     const int64_t b = (int64_t)blockIdx.x * 4 + (threadIdx.x >> 5);
     hx_cuda_scale scale = {};
     uint2 v = {};
@@ -37,11 +41,11 @@ __global__ void __launch_bounds__(QUAD)
         inputs(x, &j, row_of(&j, r), b * 128 + 4 * lane);
         v = hx_cuda_planes(x, &scale);
     }
-    uint8_t *to = (uint8_t *)area.plane + (b * 4 + (t >> 1)) * (1024 * rq) + r * 256 +
-                  4 * (lane & 3);
+    uint8_t *to = (uint8_t *)area.plane +
+                  (b * 4 + (t >> 2) * 2 + (q >> 1)) * (1024 * rq) + r * 256 + 4 * (t & 3);
     for (int p = 0; p < 2; p++)
         for (int m = 0; m < 4; m++)
-            *(uint32_t *)(to + p * 128 + 16 * ((4 * (t & 1) + m) ^ ((2 * r + p) & 7))) =
+            *(uint32_t *)(to + p * 128 + 16 * ((4 * (q & 1) + m) ^ ((2 * r + p) & 7))) =
                 __byte_perm(p == 0 ? v.x : v.y, 0, 0x1111u * (uint32_t)m);
     if (lane == 0)
         area.scale[b * 4 * rq + r] = scale;
@@ -72,81 +76,92 @@ __device__ static inline void wgmma_u8(int32_t *d, uint32_t a0, uint32_t a1, uin
                      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add));
 }
 
-/* Stages of 64 inputs of a quad, filled by its first thread. */
+/* Stages of a quad. A warp's first lane copies a row of tiles and a quarter of the columns,
+ * so that no warp keeps the others waiting for long. */
 struct column_pipe {
     uint8_t *ring;
-    uint32_t full, empty; /* [stages] barriers */
-    const uint8_t *tiles, *columns;
-    int64_t pitch; /* of a row of tiles */
-    int steps;     /* of all */
-    int at, phase; /* the stage in use, and its turn's parity */
+    uint32_t full, empty;           /* [stages] barriers */
+    const uint8_t *tiles, *columns; /* of the next stage, the warp's */
+    int64_t pitch;                  /* of four rows of tiles */
+    int left;                       /* stages not asked for */
+    int at, phase;                  /* the stage in use, and its turn's parity */
 };
 
 template <int K2, int RQ>
-__device__ static inline void fetch_stage_tiles(const column_pipe &s, int step, int at)
+__device__ static inline void fetch_stage_tiles(column_pipe &s, int warp, int at)
 {
     const uint32_t to = hx_shared_of(s.ring + at * column_stage<K2, RQ> + 2048 * RQ);
 
-    hx_bar_expect(s.full + 8 * at, 2048 * RQ + 512 * K2);
-    for (int r = 0; r < 4; r++)
-        hx_bulk_copy(to + r * 128 * K2, s.tiles + (4 * (int64_t)step + r) * s.pitch,
-                     128 * K2, s.full + 8 * at);
+    if (warp == 0)
+        hx_bar_expect(s.full + 8 * at, 2048 * RQ + 512 * K2);
+    hx_bulk_copy(to + warp * tile_pitch<K2>, s.tiles, 128 * K2, s.full + 8 * at);
+    s.tiles += s.pitch;
 }
 
 template <int K2, int RQ>
-__device__ static inline void fetch_stage_columns(const column_pipe &s, int step, int at)
+__device__ static inline void fetch_stage_columns(column_pipe &s, int warp, int at)
 {
-    hx_bulk_copy(hx_shared_of(s.ring + at * column_stage<K2, RQ>),
-                 s.columns + (int64_t)step * (2048 * RQ), 2048 * RQ, s.full + 8 * at);
+    hx_bulk_copy(hx_shared_of(s.ring + at * column_stage<K2, RQ> + warp * (512 * RQ)),
+                 s.columns, 512 * RQ, s.full + 8 * at);
+    s.columns += 2048 * RQ;
 }
 
 /* A stage's products onto d[tile], or as its first. While the tensor cores have one tile,
  * the next is decoded. The stage before is empty once two groups of this one have begun. */
 template <int K2, int RQ>
-__device__ static inline void multiply_stage(const column_pipe &s, int step,
+__device__ static inline void multiply_stage(column_pipe &s, bool first, bool add,
                                              uint32_t a[2][8], int32_t d[2][4 * RQ])
 {
-    const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31;
+    const int warp = threadIdx.x >> 5 & 3, lane = threadIdx.x & 31, q = lane & 3;
     const int before = s.at == 0 ? COLUMN_STAGES - 1 : s.at - 1;
     const uint8_t *stage = s.ring + s.at * column_stage<K2, RQ>;
-    const uint8_t *tiles = stage + 2048 * RQ + 2 * warp * 16 * K2;
+    const uint8_t *tiles = stage + 2048 * RQ + q * tile_pitch<K2> + 2 * warp * 16 * K2;
     /* The shuffle tells the compiler that all lanes have the same. */
     const uint64_t b = hx_wgmma_matrix(__shfl_sync(~0u, hx_shared_of(stage), 0));
+    uint32_t r[2][K2 / 2 + 1];
 
+    if constexpr (K2 % 2 == 0)
+#pragma unroll
+        for (int tile = 0; tile < 2; tile++)
+            run_words<K2 / 2>(r[tile], (const uint32_t *)(tiles + tile * 16 * K2),
+                              lane >> 2, ((lane >> 2) - 1) & 7, (lane - 4) & 31);
 #pragma unroll
     for (int t = 0; t < 4; t++) {
         const uint64_t now = b + (uint32_t)((t >> 1) * 64 * RQ + (t & 1) * 4);
 
 #pragma unroll
         for (int tile = 0; tile < 2; tile++) {
-            uint32_t *w = a[tile];
+            uint32_t *w = a[tile], window[8];
 
+            if constexpr (K2 % 2 == 0)
+#pragma unroll
+                for (int i = 0; i < 8; i++)
+                    window[i] = run_window<K2 / 2>(r[tile], 8 * t + i);
+            else
+                hx_cuda_windows<K2>((const uint32_t *)(tiles + tile * 16 * K2),
+                                    (lane & 28) + t, window);
             hx_wgmma_wait_older();
 #pragma unroll
             for (int i = 0; i < 8; i++)
                 HX_PIN(w[i], "r");
-            if (t == 0 && tile == 1 && step > 0 && lane == 0)
+            if (t == 0 && tile == 1 && !first && lane == 0)
                 hx_bar_arrive(s.empty + 8 * before);
             __syncwarp();
-            hx_cuda_windows<K2>((const uint32_t *)(tiles + (8 * t + tile) * 16 * K2),
-                                lane, w);
 #pragma unroll
             for (int i = 0; i < 8; i++) {
-                w[i] *= HX_EXL3_MUL1;
+                w[i] = window[i] * HX_EXL3_MUL1;
                 HX_PIN(w[i], "r");
             }
             hx_wgmma_begin();
-            wgmma_u8<RQ>(d[tile], w[0], w[4], w[1], w[5], now, (step & 1) + t);
+            wgmma_u8<RQ>(d[tile], w[0], w[4], w[1], w[5], now, add || t > 0);
             wgmma_u8<RQ>(d[tile], w[2], w[6], w[3], w[7], now + 2, 1);
             hx_wgmma_commit();
         }
-        if (t == 1 && (threadIdx.x & (QUAD - 1)) == 0 && step > 0 &&
-            step - 1 + COLUMN_STAGES < s.steps) {
-            const int next = step - 1 + COLUMN_STAGES;
-
+        if (t == 1 && lane == 0 && !first && s.left > 0) {
             hx_bar_wait(s.empty + 8 * before, s.at == 0 ? s.phase ^ 1 : s.phase);
-            fetch_stage_tiles<K2, RQ>(s, next, before);
-            fetch_stage_columns<K2, RQ>(s, next, before);
+            fetch_stage_tiles<K2, RQ>(s, warp, before);
+            fetch_stage_columns<K2, RQ>(s, warp, before);
+            s.left--;
         }
         __syncwarp();
     }
@@ -160,8 +175,11 @@ __device__ static inline void multiply_columns(column_pipe &s, int mine,
 {
     uint32_t a[2][8] = {};
     int32_t d[2][4 * RQ] = {};
-    float level[RQ][4][2];
+    float two[RQ][4], all[RQ][4]; /* sums of up to two terms, of four */
 
+#pragma unroll
+    for (int i = 0; i < 4 * RQ; i++)
+        two[i >> 2][i & 3] = all[i >> 2][i & 3] = -0.0f; /* plus x is x */
     for (int b = 0; b < mine; b++, scale += 4 * RQ) {
         hx_cuda_scale now[RQ];
 
@@ -171,7 +189,7 @@ __device__ static inline void multiply_columns(column_pipe &s, int mine,
                 __ldcg((const uint2 *)scale + 4 * rq + (threadIdx.x & 3));
         for (int half = 0; half < 2; half++) {
             hx_bar_wait(s.full + 8 * s.at, s.phase);
-            multiply_stage<K2, RQ>(s, 2 * b + half, a, d);
+            multiply_stage<K2, RQ>(s, b == 0 && half == 0, half != 0, a, d);
             if (++s.at == COLUMN_STAGES) {
                 s.at = 0;
                 s.phase ^= 1;
@@ -187,16 +205,22 @@ __device__ static inline void multiply_columns(column_pipe &s, int mine,
             for (int i = 0; i < 4; i++) {
                 const int32_t *sum = &d[i >> 1][4 * rq + 2 * (i & 1)];
 
-                tree_put<2>(level[rq][i], b, term<false>(sum, sum, now[rq]));
+                two[rq][i] = two[rq][i] + term<false>(sum, sum, now[rq]);
             }
+        if ((b & 1) == 0 && b + 1 < mine)
+            continue;
+#pragma unroll
+        for (int i = 0; i < 4 * RQ; i++) {
+            all[i >> 2][i & 3] = all[i >> 2][i & 3] + two[i >> 2][i & 3];
+            two[i >> 2][i & 3] = -0.0f;
+        }
     }
     __syncthreads(); /* to lies where the stages were */
     if (mine > 0)
 #pragma unroll
         for (int rq = 0; rq < RQ; rq++)
-            to[QUAD * rq + (threadIdx.x & (QUAD - 1))] = make_float4(
-                tree_get<2>(level[rq][0], mine), tree_get<2>(level[rq][1], mine),
-                tree_get<2>(level[rq][2], mine), tree_get<2>(level[rq][3], mine));
+            to[QUAD * rq + (threadIdx.x & (QUAD - 1))] =
+                make_float4(all[rq][0], all[rq][1], all[rq][2], all[rq][3]);
     __syncthreads();
 }
 
@@ -220,13 +244,14 @@ template <int RQ> __device__ static inline void put_row(float *out, int rq, floa
  * RQ * 4096 bytes a block. The splits' work memory is [group][split][RQ][128 float4].
  * Shared: the quads' stages; after the products RQ * 2048 bytes a quad, and the rows. */
 template <int K2, int RQ>
-__global__ void __launch_bounds__(QUAD *(RQ == 4 ? 4 : 6))
+__global__ void __launch_bounds__(QUAD *(RQ == 4 ? 4 : 5))
     exl3_columns(const __grid_constant__ hx_product p)
 {
 #if HX_WGMMA
     extern __shared__ __align__(1024) uint8_t stages[];
     __shared__ uint64_t bar[MAX_QUADS][2 * COLUMN_STAGES];
-    const int quad = threadIdx.x / QUAD, me = threadIdx.x & (QUAD - 1);
+    const int quad = threadIdx.x / QUAD, me = threadIdx.x & (QUAD - 1), warp = me >> 5,
+              lane = me & 31;
     const int n_quad = blockDim.x / QUAD, n_split = gridDim.y;
     const int64_t n_block = p.k_pad / 128, first = (int64_t)blockIdx.y * p.bps * n_quad;
     const int64_t block0 = first + quad * p.bps;
@@ -238,11 +263,11 @@ __global__ void __launch_bounds__(QUAD *(RQ == 4 ? 4 : 6))
     s.ring = stages + quad * COLUMN_STAGES * column_stage<K2, RQ>;
     s.full = hx_shared_of(&bar[quad][0]);
     s.empty = s.full + 8 * COLUMN_STAGES;
-    s.pitch = p.n_pad * K2;
-    s.tiles = (const uint8_t *)j->trellis + block0 * 8 * s.pitch +
+    s.pitch = p.n_pad * K2 * 4;
+    s.tiles = (const uint8_t *)j->trellis + block0 * 2 * s.pitch + warp * (s.pitch / 4) +
               (int64_t)blockIdx.x * (128 * K2);
-    s.columns = (const uint8_t *)p.area.plane + block0 * (4096 * RQ);
-    s.steps = 2 * mine;
+    s.columns = (const uint8_t *)p.area.plane + block0 * (4096 * RQ) + warp * (512 * RQ);
+    s.left = max(0, 2 * mine - COLUMN_STAGES);
     s.at = s.phase = 0;
     if (me == 0) {
         for (int i = 0; i < COLUMN_STAGES; i++) {
@@ -250,14 +275,15 @@ __global__ void __launch_bounds__(QUAD *(RQ == 4 ? 4 : 6))
             hx_bar_init(s.empty + 8 * i, 4);
         }
         hx_bar_init_done();
-        for (int i = 0; i < COLUMN_STAGES && i < s.steps; i++)
-            fetch_stage_tiles<K2, RQ>(s, i, i);
     }
     __syncthreads();
+    if (lane == 0)
+        for (int i = 0; i < COLUMN_STAGES && i < 2 * mine; i++)
+            fetch_stage_tiles<K2, RQ>(s, warp, i);
     hx_cuda_in_turn();
-    if (me == 0)
-        for (int i = 0; i < COLUMN_STAGES && i < s.steps; i++)
-            fetch_stage_columns<K2, RQ>(s, i, i);
+    if (lane == 0)
+        for (int i = 0; i < COLUMN_STAGES && i < 2 * mine; i++)
+            fetch_stage_columns<K2, RQ>(s, warp, i);
     __syncwarp();
     float4 *sums = (float4 *)stages;
     float *out = (float *)(sums + n_quad * RQ * QUAD);
@@ -305,7 +331,7 @@ bool hx_cuda_columns_takes(const hx_cuda_shape *s)
 }
 
 /* Long ways for a quad once there are enough of them: a beginning and an end cost as much
- * as 20 tiles. */
+ * as 20 tiles. Of thread blocks of one quad a multiprocessor has five, up to 8 rows. */
 hx_cut hx_cuda_columns_cut(const hx_cuda_shape *s, int n_sm)
 {
     const int64_t blocks = s->k_pad / 128, load = load_of(s, n_sm);
@@ -313,7 +339,7 @@ hx_cut hx_cuda_columns_cut(const hx_cuda_shape *s, int n_sm)
     hx_cut c = { s->quads, s->bps, 0 };
 
     if (c.quads == 0) {
-        c.quads = load < 8 ? wide ? 2 : 4 : load < 20 ? 4 : 2;
+        c.quads = load < 8 ? wide ? 2 : 4 : load < 20 ? 4 : wide ? 2 : 1;
         c.bps = load < 8 ? wide ? 2 : 1 : HX_CUDA_MAX_BPS;
         while (c.quads > 1 && c.quads / 2 * c.bps >= blocks)
             c.quads /= 2;

@@ -61,6 +61,59 @@ __device__ static inline void copy16(void *to, const void *from)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(from));
 }
 
+/* ---- weights ---------------------------------------------------------------- */
+
+/* A run: 32 stream positions, all 16 inputs of an output of a tile and of the next but
+ * seven. With whole bits it is K words, and every window lies at a place that is known when
+ * this is compiled. */
+
+/* The window that ends with position p of a run; r: the word before it, then its words.
+ * Windows that lie at a multiple of 8 in a word are taken by one byte permutation, others
+ * are moved there. */
+template <int K> __device__ static inline uint32_t run_window(const uint32_t *r, int p)
+{
+    const int end = K * (p + 1), i = (end - 1) >> 5, at = 31 - ((end - 1) & 31);
+
+    if (at > 16) { /* in two words */
+        const int right = at > 24 ? at - 8 : at;
+
+        return __byte_perm(__funnelshift_r(r[i + 1], r[i], right), 0,
+                           at == right ? 0x4410 : 0x4421);
+    }
+    const int left = -at & 7;
+
+    return __byte_perm(r[i + 1] << left, 0,
+                       at + left == 0   ? 0x4410
+                       : at + left == 8 ? 0x4421
+                                        : 0x4432);
+}
+
+/* Run `at` of tiles, and the last word of the run before it in the ring, which lane `from`
+ * takes. */
+template <int K>
+__device__ static inline void run_words(uint32_t r[K + 1], const uint32_t *tiles, int at,
+                                        int before, int from)
+{
+    constexpr int wide = K % 4 == 0 ? 4 : K % 2 == 0 ? 2 : 1;
+    const uint32_t *run = tiles + at * K;
+
+#pragma unroll
+    for (int i = 0; i < K; i += wide)
+        if constexpr (wide == 4) {
+            const uint4 v = *(const uint4 *)(run + i);
+            r[i + 1] = v.x, r[i + 2] = v.y, r[i + 3] = v.z, r[i + 4] = v.w;
+        } else if constexpr (wide == 2) {
+            const uint2 v = *(const uint2 *)(run + i);
+            r[i + 1] = v.x, r[i + 2] = v.y;
+        } else {
+            r[i + 1] = run[i];
+        }
+    if constexpr (wide == 4) /* read, they would lie in few banks */
+        r[0] = __shfl_sync(~0u, r[K], from);
+    else
+        r[0] = tiles[before * K + K - 1];
+}
+
 /* ---- multiplying ---------------------------------------------------------- */
 
 #define MMA(name, type)                                                                  \

@@ -3,9 +3,7 @@
  *
  * With one row of activations the columns of B are many: columns 2 c and 2 c + 1 hold its
  * two planes in the k-slots of lanes whose q is c and zeros elsewhere, so that a lane's
- * sums are those of its own weights, whatever its neighbours have. A lane takes the 32
- * stream positions of an output and the next but seven, all 16 inputs of the tile: K whole
- * words, and every window lies at a place that is known when this is compiled. */
+ * sums are those of its own weights, whatever its neighbours have. A lane takes a run. */
 #include "dev/cuda_matmul.h"
 
 #define ROW_PLANE                                                                        \
@@ -22,63 +20,18 @@ __host__ __device__ constexpr int row_stages(int sets)
     return sets == 1 ? 4 : 2;
 }
 
-/* The window that ends with position p of a run; r: the word before it, then its words.
- * Windows that lie at a multiple of 8 in a word are taken by one byte permutation, others
- * are moved there. */
-template <int K> __device__ static inline uint32_t row_window(const uint32_t *r, int p)
-{
-    const int end = K * (p + 1), i = (end - 1) >> 5, at = 31 - ((end - 1) & 31);
-
-    if (at > 16) { /* in two words */
-        const int right = at > 24 ? at - 8 : at;
-
-        return __byte_perm(__funnelshift_r(r[i + 1], r[i], right), 0,
-                           at == right ? 0x4410 : 0x4421);
-    }
-    const int left = -at & 7;
-
-    return __byte_perm(r[i + 1] << left, 0,
-                       at + left == 0   ? 0x4410
-                       : at + left == 8 ? 0x4421
-                                        : 0x4432);
-}
-
-/* A lane's run, and the last word of the run before it in the ring. */
-template <int K>
-__device__ static inline void row_words(uint32_t r[K + 1], const uint32_t *tiles,
-                                        int lane)
-{
-    constexpr int wide = K % 4 == 0 ? 4 : K % 2 == 0 ? 2 : 1;
-    const uint32_t *run = tiles + lane * K;
-    const int before = (lane & 24) + ((lane - 1) & 7);
-
-#pragma unroll
-    for (int i = 0; i < K; i += wide)
-        if constexpr (wide == 4) {
-            const uint4 v = *(const uint4 *)(run + i);
-            r[i + 1] = v.x, r[i + 2] = v.y, r[i + 3] = v.z, r[i + 4] = v.w;
-        } else if constexpr (wide == 2) {
-            const uint2 v = *(const uint2 *)(run + i);
-            r[i + 1] = v.x, r[i + 2] = v.y;
-        } else {
-            r[i + 1] = run[i];
-        }
-    if constexpr (wide == 4) /* read, they would lie in few banks */
-        r[0] = __shfl_sync(~0u, r[K], before);
-    else
-        r[0] = tiles[before * K + K - 1];
-}
-
 /* A row of 4 * SETS tiles: c[2]: sums of the sets or, of one, of every other mma. */
 template <int K, int SETS>
 __device__ static inline void row_tiles(int32_t c[2][4], const uint8_t *tiles,
                                         const uint4 *act, int lane)
 {
+    const int before = (lane & 24) + ((lane - 1) & 7);
     uint32_t r[SETS][K + 1];
 
 #pragma unroll
     for (int set = 0; set < SETS; set++)
-        row_words<K>(r[set], (const uint32_t *)(tiles + set * 128 * K), lane);
+        run_words<K>(r[set], (const uint32_t *)(tiles + set * 128 * K), lane, before,
+                     before);
 #pragma unroll
     for (int q = 0; q < 4; q++) {
         const uint4 b = act[q];
@@ -89,7 +42,7 @@ __device__ static inline void row_tiles(int32_t c[2][4], const uint8_t *tiles,
 
 #pragma unroll
             for (int i = 0; i < 8; i++)
-                s[i] = row_window<K>(r[set], 8 * q + i) * HX_EXL3_MUL1;
+                s[i] = run_window<K>(r[set], 8 * q + i) * HX_EXL3_MUL1;
             mma_u8(c[set], s[0], s[4], s[1], s[5], b.x, b.y);
             mma_u8(c[SETS == 1 ? 1 : set], s[2], s[6], s[3], s[7], b.z, b.w);
         }
