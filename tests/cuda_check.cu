@@ -488,6 +488,8 @@ static void checks(hx_dev *cpu)
     for (int k2 : { 2, 4, 6, 8, 10, 12, 14, 16 })
         for (int bps : { 1, 2, 4 })
             check(cpu, 380, 19 * 128 - 4, k2, HX_CB_MUL1, { 1 }, 8, bps, true);
+    check(cpu, 300 * 128 - 28, 9 * 128 - 100, 6, HX_CB_MUL1, { 6, 16 }, 0, 0,
+          true); /* wide */
     check(cpu, 128, 128, 8, HX_CB_MUL1, { 1, 16 }, 0, 0, true);
     check(cpu, 128, 12288, 4, HX_CB_MUL1, { 1, 16 }, 1, 1);
 }

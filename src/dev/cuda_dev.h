@@ -11,7 +11,8 @@
  * cuda_mla.cu     attention of prefill rows on Hopper
  * cuda_encode.cu  the EXL3 encoder's operations (enc_ops.h), for quantize
  * cuda_lane.cu    plan, and what runs beside the stream: pins, pushes, graphs
- * cuda_matmul.cu  products with EXL3 matrices, cuda_moe.cu: experts of them (cuda.h)
+ * cuda_matmul.h   products with EXL3 matrices, and the files of these; cuda_moe.cu: experts
+ *                 of them (cuda.h)
  * cuda_gemm.h     products with many rows, and the files of these
  *
  * Everything runs on the device's one stream. A launcher never allocates, waits or reads
