@@ -425,7 +425,7 @@ typedef struct {
 typedef struct {
     hx_ahead_list list[2]; /* by layer & 1 */
     hx_ahead_counts count;
-    int32_t n_moved; /* table entries that plan changed; the next one sets them right */
+    /* Table entries that plan changed, or NULL; the next one sets them right. */
     hx_lease *entry[HX_AHEAD_SLOTS], was[HX_AHEAD_SLOTS];
     const void *now[HX_AHEAD_SLOTS];
 } hx_ahead_state;
