@@ -327,13 +327,17 @@ static void kda_chunk_part(void *ud, int64_t begin, int64_t end, int worker)
 
 static int kda(hx_dev *d, hx_pool_fn *part, const hx_kda_step_args *a, hx_err *err)
 {
+    const hx_kda_gate_args gate = hx_kda_step_gate(a);
     const int64_t spans = HX_MAX(a->rows.n_span, 1),
                   need = HX_KERN_COLS + 2 * HX_PEND_MAX * KDA_ROW;
+    int rc;
 
     if (a->width > WORK_FLOATS / need)
         return hx_fail(err, HX_EUNSUP,
                        "kda: heads of width %lld, the cpu backend takes up to %lld",
                        (long long)a->width, (long long)(WORK_FLOATS / need));
+    if (a->a_log.p != NULL && (rc = hx_cpu_kda_gate(d, &gate, err)) != 0)
+        return rc;
     return hx_cpu_run(d, part, a, a->rows.n_span * a->heads,
                       (3 + 4 * a->rows.n_row / spans) * a->width * a->width);
 }

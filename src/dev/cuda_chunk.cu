@@ -786,12 +786,14 @@ static int chunk_launch(hx_cuda *c, chunk_args k, const hx_cuda_spans *spans,
 
 extern "C" int hx_cuda_kda_chunk(hx_dev *d, const hx_kda_chunk_args *a, hx_err *err)
 {
+    const hx_kda_gate_args gate = hx_kda_step_gate(a);
     hx_cuda *c = hx_cuda_of(d);
     chunk_args k = {};
     hx_cuda_spans spans;
     int rc;
 
-    if ((rc = hx_cuda_kda_fold(d, a, err)) != 0 ||
+    if ((a->a_log.p != NULL && (rc = hx_cuda_kda_gate(d, &gate, err)) != 0) ||
+        (rc = hx_cuda_kda_fold(d, a, err)) != 0 ||
         (rc = hx_cuda_spans_of(&spans, &a->rows, "kda_chunk", err)) != 0)
         return rc;
     k.o = (float *)a->o.p;

@@ -196,6 +196,12 @@ extern "C" int hx_cuda_kda_gate(hx_dev *d, const hx_kda_gate_args *a, hx_err *er
     return 0;
 }
 
+/* One log-decay; rate: exp(a_log) of its head. */
+HX_DEVICE float gate_of(float f, float rate, float dt_bias, float bound)
+{
+    return bound * hx_sigmoid(rate * (f + dt_bias));
+}
+
 /* One block: 128 of the heads * width channels of one row; the first blocks of a row do
  * its beta as well. Grid (heads * width / 128, rows). Moves f and g. */
 __global__ void __launch_bounds__(ROW_THREADS) gate_rows(const gate_args a)
@@ -204,11 +210,9 @@ __global__ void __launch_bounds__(ROW_THREADS) gate_rows(const gate_args a)
     const int i = (int)blockIdx.x * ROW_THREADS + (int)threadIdx.x;
     const int64_t r = blockIdx.y, n = (int64_t)a.heads * a.width;
 
-    if (i < n) {
-        const float rate = expf(a.a_log[i / a.width]);
-
-        a.g[r * n + i] = a.bound * hx_sigmoid(rate * (a.f[r * n + i] + a.dt_bias[i]));
-    }
+    if (i < n)
+        a.g[r * n + i] =
+            gate_of(a.f[r * n + i], expf(a.a_log[i / a.width]), a.dt_bias[i], a.bound);
     if (i < a.heads)
         a.beta[r * a.heads + i] = hx_sigmoid(a.b[r * a.heads + i]);
 }
@@ -280,9 +284,11 @@ enum {
 typedef struct {
     float *o, *state, *pend;
     const float *q, *k, *v, *g, *beta;
-    int *ticket; /* [spans, heads], zero before and after */
+    const float *a_log, *dt_bias; /* NULL: g and beta are ready */
+    int *ticket;                  /* [spans, heads], zero before and after */
     int64_t ld;
     int heads, width;
+    float bound;
     bool fold; /* nothing but pending rows */
 } kda_args;
 
@@ -315,6 +321,14 @@ struct kda_head {
         return a.pend +
                (((int64_t)s.slot * HX_PEND_MAX + i) * a.heads + h) * (3 * a.width + 1);
     }
+
+    /* The log-decay of channel d of a row, as it came in. */
+    __device__ __forceinline__ float gate(float g, int d) const
+    {
+        return a.a_log == NULL
+                   ? g
+                   : gate_of(g, expf(a.a_log[h]), a.dt_bias[h * a.width + d], a.bound);
+    }
 };
 
 /* Row i of the head; zeros past the width. */
@@ -341,6 +355,13 @@ static __device__ __forceinline__ void kda_load(const kda_head &x, int i, kda_ra
     }
     r.v = x.c0 + lane < a.width ? v[x.c0 + lane] : 0.0f;
     r.beta = folded ? rec[3 * a.width] : a.beta[row * a.heads + x.h];
+    if (folded || a.a_log == NULL)
+        return;
+#pragma unroll
+    for (int j = 0; j < T::LANE; j++)
+        if (lane + 32 * j < a.width)
+            r.g[j] = x.gate(r.g[j], lane + 32 * j);
+    r.beta = hx_sigmoid(r.beta);
 }
 
 /* Normalises the row, if it is fresh (pending ones are), and writes what the recurrence
@@ -412,7 +433,7 @@ static __device__ __forceinline__ void kda_hold(const kda_head &x, const float *
 
         rec[d] = in[2 * T::K + d];
         rec[a.width + d] = a.v[row * a.ld + (int64_t)x.h * a.width + d];
-        rec[2 * a.width + d] = a.g[(row * a.heads + x.h) * a.width + d];
+        rec[2 * a.width + d] = x.gate(a.g[(row * a.heads + x.h) * a.width + d], d);
         if (d == 0)
             rec[3 * a.width] = in[T::BETA];
     }
@@ -596,10 +617,13 @@ static int kda_launch(hx_dev *d, const char *op, const hx_kda_step_args *a, bool
                          (const float *)a->v.p,
                          (const float *)a->g.p,
                          (const float *)a->beta.p,
+                         (const float *)a->a_log.p,
+                         (const float *)a->dt_bias.p,
                          c->ticket,
                          a->ld,
                          (int)a->heads,
                          (int)a->width,
+                         a->bound,
                          fold };
     const dim3 grid((unsigned)(a->heads * hx_ceil_div(a->width, KDA_COLS)),
                     (unsigned)a->rows.n_span);

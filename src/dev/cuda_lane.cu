@@ -32,61 +32,89 @@ struct plan_args {
     hx_lease *at;
 };
 
-/* One thread: until all that was kept has come. The fetch is at work, or it would not have
- * begun with these. */
-static __device__ void await_kept(const plan_args &a)
+/* The entries that the plan before had changed lead home again, those of what is kept to
+ * where it comes; the list of the next fetch is empty. Then waits until all of it has come:
+ * the fetch is at work, or it would not have begun with these. kept: what keep_fetched()
+ * returned. */
+static __device__ void end_fetch(const plan_args &a, int32_t kept)
 {
-    hx_ahead_list *l = &((hx_ahead_state *)a.from.state.p)->list[a.layer & 1];
-    const uint32_t pieces = hx_plan_pieces(a.from.record_bytes), stop = l->stop;
+    hx_ahead_state *s = (hx_ahead_state *)a.from.state.p;
+    const hx_ahead_list none = {};
+    const int k = threadIdx.x;
 
-    for (int k = 0; k < HX_AHEAD_SLOTS; k++)
-        while ((stop >> k & 1) != 0 && *(volatile uint32_t *)&l->part[k] < pieces)
+    if (k < HX_AHEAD_SLOTS) {
+        hx_plan_restore(s, k);
+        __syncwarp((1u << HX_AHEAD_SLOTS) - 1);
+        if (kept >= 0)
+            hx_plan_keep(s, &a.from, &a.at[kept], k);
+        while (kept >= 0 && *(volatile uint32_t *)&s->list[a.layer & 1].part[k] <
+                                hx_plan_pieces(a.from.record_bytes))
             ;
-    __threadfence();
+        __threadfence();
+    }
+    if (k == 32)
+        s->list[(a.layer + 1) & 1] = none;
 }
 
-/* One thread. What the fetch for this layer has begun to bring and the layer has picked
- * stays here; the rest of it stops. Returns the experts that are still to come, parts of
- * which count as such. The fetch may be at work meanwhile, or not have begun. */
-static __device__ float keep_fetched(const plan_args &a, uint8_t *side,
-                                     const int32_t *count)
+/* A warp, a lane an item: what the fetch for this layer has begun to bring and the layer
+ * has picked stays here; the rest of it stops. Returns the lane's expert if it stays, else
+ * -1; coming: the experts that are still to come, parts of which count as such. The fetch
+ * may be at work meanwhile, or not have begun. */
+static __device__ int32_t keep_fetched(const plan_args &a, uint8_t *side,
+                                       const int32_t *count, float *coming)
 {
     hx_ahead_state *s = (hx_ahead_state *)a.from.state.p;
     hx_ahead_list *l = &s->list[a.layer & 1];
     const uint32_t pieces = hx_plan_pieces(a.from.record_bytes);
-    uint32_t stop = HX_AHEAD_STOP;
-    float coming = 0;
-
-    hx_plan_restore(s, a.layer);
+    const int k = threadIdx.x & 31;
+    const hx_ahead_counts before = s->count;
     const int n = a.fetched ? *(volatile int32_t *)&l->n : 0;
-    __threadfence();
-    for (int k = 0; k < n; k++) {
-        const int32_t e = *(volatile int32_t *)&l->id[k];
-        const uint32_t part = *(volatile uint32_t *)&l->part[k];
-        const bool wanted = count[e] > 0 && a.resident[e] < 0, keep = wanted && part > 0;
+    bool wanted = false;
+    uint32_t part = 0;
+    int32_t e = -1;
 
-        s->count.named++;
-        s->count.picked += wanted;
-        s->count.used += keep;
-        s->count.pieces += part;
-        s->count.vain += keep ? 0 : part;
-        if (!keep)
-            continue;
-        stop |= 1u << k;
-        coming += 1.0f - (float)part / (float)pieces;
-        side[e] = HX_SIDE_AHEAD;
-        hx_plan_keep(s, &a.from, &a.at[e], k);
+    __threadfence();
+    if (k < n) {
+        e = *(volatile int32_t *)&l->id[k];
+        part = *(volatile uint32_t *)&l->part[k];
+        wanted = count[e] > 0 && side[e] == HX_SIDE_LINK;
     }
-    *(volatile uint32_t *)&l->stop = stop;
-    *(hx_ahead_counts *)a.from.told.p = s->count;
-    return coming;
+    const bool keep = wanted && part > 0;
+    const uint32_t kept = __ballot_sync(~0u, keep), picked = __ballot_sync(~0u, wanted),
+                   all = __reduce_add_sync(~0u, part),
+                   left = __reduce_add_sync(~0u, keep ? pieces - part : 0),
+                   vain = __reduce_add_sync(~0u, keep ? 0 : part);
+    if (k == 0) {
+        *(volatile uint32_t *)&l->stop = HX_AHEAD_STOP | kept;
+        s->count.named = before.named + n;
+        s->count.picked = before.picked + __popc(picked);
+        s->count.used = before.used + __popc(kept);
+        s->count.pieces = before.pieces + all;
+        s->count.vain = before.vain + vain;
+        *(hx_ahead_counts *)a.from.told.p = s->count;
+        *coming = (float)left / (float)pieces;
+    }
+    if (keep)
+        side[e] = HX_SIDE_AHEAD;
+    return keep ? e : -1;
 }
 
-/* The rows' inputs go to host memory, the job's number last. */
-static __device__ void post_job(const plan_args &a)
+/* The rows' inputs go to host memory, 4 R D bytes: to be there when a job is posted. */
+static __device__ void send_rows(const plan_args &a)
 {
-    for (int64_t i = threadIdx.x; i < a.rows * a.dim; i += THREADS)
+    const int64_t n = a.rows * a.dim;
+    const bool wide = (uintptr_t)a.x % 16 == 0 && (uintptr_t)a.to.x % 16 == 0;
+    const int64_t n4 = wide ? n / 4 : 0;
+
+    for (int64_t i = threadIdx.x; i < n4; i += THREADS)
+        ((float4 *)a.to.x)[i] = ((const float4 *)a.x)[i];
+    for (int64_t i = 4 * n4 + threadIdx.x; i < n; i += THREADS)
         a.to.x[i] = a.x[i];
+}
+
+/* The job's number goes last. before: jobs so far. */
+static __device__ void post_job(const plan_args &a, uint32_t before)
+{
     if (threadIdx.x == 0) {
         a.to.box->layer = a.layer;
         a.to.box->rows = a.rows;
@@ -95,46 +123,69 @@ static __device__ void post_job(const plan_args &a)
     __threadfence_system();
     __syncthreads();
     if (threadIdx.x == 0) {
-        const uint32_t job = ++a.to.sent->jobs;
-
+        a.to.sent->jobs = before + 1;
         asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(a.to.sent->ns));
         asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(&a.to.box->posted),
-                     "r"(job)
+                     "r"(before + 1)
                      : "memory");
     }
 }
 
+/* Those of the picked experts that are neither here nor on their way, fewest rows first. */
+static __device__ void rank_missing(const int32_t *count, const int32_t *missing, int n,
+                                    int32_t *rank, int32_t *rows)
+{
+    for (int m = threadIdx.x; m < n; m += THREADS) {
+        int at = 0;
+
+        for (int o = 0; o < n; o++)
+            at += hx_plan_before(count[missing[o]], missing[o], count[missing[m]],
+                                 missing[m]);
+        rank[m] = at;
+        rows[at] = count[missing[m]];
+    }
+}
+
 /* One thread block: everything. Shared: counts and sides of all experts, the missing
- * ones. When a job is posted the rows' inputs go to host memory, 4 R D bytes, the job's
- * number last. */
+ * ones. Where there is a lane the rows' inputs go to host memory, 4 R D bytes, and, when a
+ * job is posted, its number last. */
 __global__ void __launch_bounds__(THREADS) plan_picks(const __grid_constant__ plan_args a)
 {
     __shared__ int32_t count[HX_PLAN_MAX_EXPERT];
     __shared__ uint8_t side[HX_PLAN_MAX_EXPERT];
-    __shared__ int32_t missing[HX_PLAN_MAX_PICK], rows[HX_PLAN_MAX_PICK];
+    __shared__ int32_t missing[HX_PLAN_MAX_PICK], rows[HX_PLAN_MAX_PICK],
+        rank[HX_PLAN_MAX_PICK];
     __shared__ int n_missing, n_here, take;
     __shared__ float coming;
     const int picks = a.rows * a.active;
+    int32_t kept = -1;
+    uint32_t jobs = 0;
+    hx_plan_seen seen = {};
 
-    hx_cuda_after_previous(); /* the next may start when this one ends: moe's thread blocks
-                               * could keep those of the fetch away that is waited for */
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0)
         n_missing = n_here = 0, coming = 0;
-        if (a.lane)
-            asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(a.to.sent->begin_ns));
-    }
-    for (int e = threadIdx.x; e < a.n_expert; e += THREADS)
+    for (int e = threadIdx.x; e < a.n_expert; e += THREADS) {
         count[e] = 0;
+        side[e] = a.resident[e] >= 0 ? HX_SIDE_HERE : HX_SIDE_LINK;
+    }
     __syncthreads();
+    hx_cuda_after_previous();
+    if (!a.ahead)
+        hx_cuda_allow_next(); /* else it may start when this one ends: moe's thread blocks
+                               * could keep those of the fetch away that is waited for */
+    if (a.lane && threadIdx.x == 0) {
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(a.to.sent->begin_ns));
+        jobs = a.to.sent->jobs;
+        seen = a.to.sent->seen;
+    }
     for (int p = threadIdx.x; p < picks; p += THREADS)
         atomicAdd(&count[a.id[p]], 1);
+    if (a.lane)
+        send_rows(a);
     __syncthreads();
-    for (int e = threadIdx.x; e < a.n_expert; e += THREADS)
-        side[e] = a.resident[e] >= 0 ? HX_SIDE_HERE : HX_SIDE_LINK;
     if (a.ahead) {
-        __syncthreads();
-        if (threadIdx.x == 0)
-            coming = keep_fetched(a, side, count);
+        if (threadIdx.x < 32)
+            kept = keep_fetched(a, side, count, &coming);
         __syncthreads();
     }
     for (int e = threadIdx.x; e < a.n_expert; e += THREADS) {
@@ -146,39 +197,35 @@ __global__ void __launch_bounds__(THREADS) plan_picks(const __grid_constant__ pl
             missing[atomicAdd(&n_missing, 1)] = e;
     }
     __syncthreads();
-    int rank[HX_PLAN_MAX_PICK / THREADS];
-    for (int i = 0, m = threadIdx.x; m < n_missing; m += THREADS, i++) {
-        rank[i] = 0;
-        for (int o = 0; o < n_missing; o++)
-            rank[i] += hx_plan_before(count[missing[o]], missing[o], count[missing[m]],
-                                      missing[m]);
-        rows[rank[i]] = count[missing[m]];
+    rank_missing(count, missing, n_missing, rank, rows);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        take = hx_plan_lane(&a.rates, rows, n_missing, n_here, coming,
+                            a.learn ? &seen : NULL);
+        if (a.lane)
+            a.to.sent->out = take > 0;
+        if (a.learn)
+            a.to.sent->seen = seen;
     }
     __syncthreads();
-    if (threadIdx.x == 0)
-        take = hx_plan_lane(&a.rates, rows, n_missing, n_here, coming,
-                            a.learn ? &a.to.sent->seen : NULL);
-    __syncthreads();
-    for (int i = 0, m = threadIdx.x; m < n_missing; m += THREADS, i++)
-        if (rank[i] < take)
+    for (int m = threadIdx.x; m < n_missing; m += THREADS)
+        if (rank[m] < take)
             side[missing[m]] = HX_SIDE_LANE;
     __syncthreads();
     for (int p = threadIdx.x; p < picks; p += THREADS) {
         const int32_t id = a.id[p];
         const bool lane = side[id] == HX_SIDE_LANE;
 
+        if (a.lane && take > 0)
+            a.to.id[p] = lane ? id : -1;
         a.here[p] = lane ? -1 : id;
         a.there[p] = lane ? id : -1;
         a.log[p] = id | (int32_t)side[id] << 24;
-        if (a.lane && take > 0)
-            a.to.id[p] = lane ? id : -1;
     }
-    if (a.lane && threadIdx.x == 0)
-        a.to.sent->out = take > 0;
     if (a.lane && take > 0)
-        post_job(a);
-    if (a.fetched && threadIdx.x == 0)
-        await_kept(a);
+        post_job(a, jobs);
+    if (a.ahead)
+        end_fetch(a, kept);
 }
 
 extern "C" int hx_cuda_plan(hx_dev *d, const hx_plan_args *a, hx_err *err)

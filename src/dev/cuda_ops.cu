@@ -671,19 +671,23 @@ HX_DEVICE void mix_load(float v[S][VEC], const mix_args &a, int64_t r, int64_t i
         load4(v[s], a.streams + (r * S + s) * a.dim, i, a.dim, a.wide && i < a.dim);
 }
 
-/* x of a row, and its norm. row: [D] shared; ahead: the thread's first columns, which were
- * asked for before m was there. */
+/* Weights of the norm of four columns. */
+HX_DEVICE void mix_norm(float w[VEC], const mix_args &a, int64_t i)
+{
+    load4(w, a.w, i, a.dim, a.wide && i < a.dim);
+}
+
+/* x of a row, and its norm. pre: the streams' weights; row: [D] shared; ahead, w: the
+ * thread's first columns, which were asked for before. */
 template <int S>
-HX_DEVICE void mix_collapse(const mix_args &a, int64_t r, const float *m, float norm,
-                            float ahead[MIX_AHEAD][S][VEC], float *row)
+HX_DEVICE void mix_collapse(const mix_args &a, int64_t r, const float pre[S],
+                            float ahead[MIX_AHEAD][S][VEC], const float w[MIX_AHEAD][VEC],
+                            float *row)
 {
     __shared__ float shared[33];
     const int first = threadIdx.x * VEC, step = MIX_THREADS * VEC;
-    float pre[S], sum = 0;
+    float sum = 0;
 
-#pragma unroll
-    for (int s = 0; s < S; s++)
-        pre[s] = hx_sigmoid(fmaf(m[s] * norm, a.scale[0], a.base[s])) + a.eps;
     const auto take = [&](int64_t i, const float v[S][VEC]) {
         float x[VEC] = {};
 
@@ -709,14 +713,23 @@ HX_DEVICE void mix_collapse(const mix_args &a, int64_t r, const float *m, float 
         return;
     const float scale =
         1.0f / sqrtf(hx_block_sum(sum, shared) / (float)a.dim + a.norm_eps);
-    for (int64_t i = first; i < a.dim; i += step) {
-        float x[VEC], w[VEC];
+    const auto put = [&](int64_t i, const float w[VEC]) {
+        float x[VEC];
 
         load4(x, row, i, a.dim, a.wide);
-        load4(w, a.w, i, a.dim, a.wide);
         for (int j = 0; j < VEC; j++)
             x[j] = x[j] * scale * w[j];
         store4(a.x + r * a.dim, i, a.dim, a.wide, x);
+    };
+#pragma unroll
+    for (int t = 0; t < MIX_AHEAD; t++)
+        if (first + t * step < a.dim)
+            put(first + t * step, w[t]);
+    for (int64_t i = first + MIX_AHEAD * step; i < a.dim; i += step) {
+        float more[VEC];
+
+        mix_norm(more, a, i);
+        put(i, more);
     }
 }
 
@@ -727,10 +740,20 @@ __global__ void __launch_bounds__(MIX_THREADS)
     mix_rows(const __grid_constant__ mix_args a)
 {
     extern __shared__ __align__(16) float row[];
-    __shared__ float m[S * (2 + S) + 1];
+    __shared__ float m[S * (2 + S) + 1], base[S * (2 + S)], scale[3];
     const int64_t r = blockIdx.y;
     float ahead[MIX_AHEAD][S][VEC];
+    float w[MIX_AHEAD][VEC];
 
+    /* What is the model's is asked for before the launch before is done. */
+    for (int i = threadIdx.x; i < S * (2 + S); i += MIX_THREADS)
+        base[i] = a.base[i];
+    if (threadIdx.x < 3)
+        scale[threadIdx.x] = a.scale[threadIdx.x];
+    if (blockIdx.x == 0 && a.w != NULL)
+#pragma unroll
+        for (int t = 0; t < MIX_AHEAD; t++)
+            mix_norm(w[t], a, (threadIdx.x + t * MIX_THREADS) * VEC);
     hx_cuda_in_turn();
     if (blockIdx.x == 0)
 #pragma unroll
@@ -739,19 +762,24 @@ __global__ void __launch_bounds__(MIX_THREADS)
     mix_join<S>(a, r, m);
     const float norm = 1.0f / sqrtf(m[S * (2 + S)] / (float)(S * a.dim) + a.norm_eps);
     if (blockIdx.x == 0) {
-        mix_collapse<S>(a, r, m, norm, ahead, row);
+        float pre[S];
+
+#pragma unroll
+        for (int s = 0; s < S; s++)
+            pre[s] = hx_sigmoid(fmaf(m[s] * norm, scale[0], base[s])) + a.eps;
+        mix_collapse<S>(a, r, pre, ahead, w, row);
         return;
     }
     if (threadIdx.x < S)
         a.post[r * S + threadIdx.x] =
-            2.0f * hx_sigmoid(fmaf(m[S + threadIdx.x] * norm, a.scale[1],
-                                   a.base[S + threadIdx.x]));
+            2.0f *
+            hx_sigmoid(fmaf(m[S + threadIdx.x] * norm, scale[1], base[S + threadIdx.x]));
     if (threadIdx.x != 32)
         return;
     float c[S][S];
 #pragma unroll
     for (int i = 0; i < S * S; i++)
-        c[i / S][i % S] = fmaf(m[2 * S + i] * norm, a.scale[2], a.base[2 * S + i]);
+        c[i / S][i % S] = fmaf(m[2 * S + i] * norm, scale[2], base[2 * S + i]);
     sinkhorn<S>(c, a.eps, a.iters);
 #pragma unroll
     for (int i = 0; i < S * S; i++)
@@ -1014,30 +1042,35 @@ __global__ void combine_rows(const combine_args a)
 {
     hx_cuda_in_turn();
     const int64_t r = blockIdx.x, i = ((int64_t)blockIdx.y * THREADS + threadIdx.x) * VEC;
-    const int64_t end = (r + 1) * a.active;
+    const int64_t first = r * a.active, end = first + a.active;
+    const bool in = i < a.dim;
     float sum[4], v[FETCH][4];
 
-    if (a.there != NULL)
-        hx_cuda_lane_wait(a.lane);
+    if (in)
+        load4(sum, a.base + r * a.dim, i, a.dim, a.wide);
+    for (int64_t p = first; p < end; p += FETCH) {
+        bool lane[FETCH];
 
-    if (i >= a.dim)
-        return;
-    load4(sum, a.base + r * a.dim, i, a.dim, a.wide);
-    for (int64_t p = r * a.active; p < end; p += FETCH) {
 #pragma unroll
         for (int f = 0; f < FETCH; f++) {
-            if (p + f < end && a.there != NULL && a.there[p + f] >= 0)
-                load4_fresh(v[f], a.lane.y + (p + f) * a.dim, i, a.dim, a.wide);
-            else if (p + f < end)
+            lane[f] = p + f < end && a.there != NULL && a.there[p + f] >= 0;
+            if (in && p + f < end && !lane[f])
                 load4(v[f], a.part + (p + f) * a.dim, i, a.dim, a.wide);
         }
+        if (p == first && a.there != NULL)
+            hx_cuda_lane_wait(a.lane);
+#pragma unroll
+        for (int f = 0; f < FETCH; f++)
+            if (in && lane[f])
+                load4_fresh(v[f], a.lane.y + (p + f) * a.dim, i, a.dim, a.wide);
 #pragma unroll
         for (int f = 0; f < FETCH; f++)
             for (int q = 0; q < 4; q++)
                 if (p + f < end)
                     sum[q] = fmaf(a.weight[p + f], v[f][q], sum[q]);
     }
-    store4(a.y + r * a.dim, i, a.dim, a.wide, sum);
+    if (in)
+        store4(a.y + r * a.dim, i, a.dim, a.wide, sum);
 }
 
 /* Partial sums of hc_mix for a few hundred rows; larger calls go in parts. */

@@ -263,12 +263,14 @@ typedef struct {
  *   S = diag(exp g) S;  u = S^T k';  S += k' (beta (v - u))^T;  o = S^T q'
  * The state keeps only what was folded; the new rows become the slot's pending rows, so
  * R rows give the bits of R serial steps and rejected drafts cost nothing.
+ *   a_log there: kda_gate of g and beta with a_log, dt_bias and bound comes first
  *
  * o        f32 [R, H, V]
  * q, k, v  f32, row r head h at r * ld + h * width (slices of the convolution's output)
- * g        f32 [R, H, K]; beta f32 [R, H]
+ * g        f32 [R, H, K]; beta f32 [R, H]; with a_log they mean nothing afterwards
  * state    f32 [Q, H, K, V]
  * pend     f32 [Q, HX_PEND_MAX, H, 3 width + 1]: k', v, g, beta
+ * a_log, dt_bias  as in kda_gate; or p NULL
  * errors   HX_EARG: n_row > HX_PEND_MAX (0 only folds); commit > 0 at pos0 = 0, which
  *          starts from zeros
  * source   glm5_next.md 4, steps 5 and 6 */
@@ -276,6 +278,8 @@ typedef struct {
     hx_buf o, q, k, v, g, beta, state, pend;
     hx_rows rows;
     int64_t heads, width, ld;
+    hx_buf a_log, dt_bias;
+    float bound;
 } hx_kda_step_args;
 
 /* The same recurrence over many rows (prefill): folds pending rows, then the state moves on
@@ -425,7 +429,7 @@ typedef struct {
 typedef struct {
     hx_ahead_list list[2]; /* by layer & 1 */
     hx_ahead_counts count;
-    int32_t n_moved; /* table entries that plan changed; the next one sets them right */
+    /* Table entries that plan changed, or NULL; the next one sets them right. */
     hx_lease *entry[HX_AHEAD_SLOTS], was[HX_AHEAD_SLOTS];
     const void *now[HX_AHEAD_SLOTS];
 } hx_ahead_state;
@@ -690,6 +694,8 @@ HX_OPS(X)
 /* What hc_mix with y and with w does before and after, as calls of their own. */
 hx_hc_merge_args hx_hc_mix_merge(const hx_hc_mix_args *a);
 hx_rmsnorm_args hx_hc_mix_norm(const hx_hc_mix_args *a);
+/* Likewise kda_step and kda_chunk with a_log. */
+hx_kda_gate_args hx_kda_step_gate(const hx_kda_step_args *a);
 
 /* Expert e of a call of moe, with the addresses of at where that is there; host devices. */
 hx_expert hx_moe_expert(const hx_moe_args *a, int64_t e);

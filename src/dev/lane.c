@@ -315,7 +315,9 @@ static void keep_fetched(const hx_plan_args *a, uint8_t *side, const int32_t *co
     const hx_ahead_list *l = &s->list[a->layer & 1];
     const int32_t *resident = a->resident.p;
 
-    hx_plan_restore(s, a->layer);
+    for (int k = 0; k < HX_AHEAD_SLOTS; k++)
+        hx_plan_restore(s, k);
+    s->list[(a->layer + 1) & 1] = (hx_ahead_list) { 0 };
     for (int k = 0; a->fetched && k < l->n; k++) {
         const int32_t e = l->id[k];
         const bool wanted = count[e] > 0 && resident[e] < 0;

@@ -452,6 +452,8 @@ static void check_kda_gate(check *c, const hx_kda_gate_args *a)
 
 static void kda_args(check *c, const hx_kda_step_args *a, int use)
 {
+    const hx_kda_gate_args gate = hx_kda_step_gate(a);
+
     range(c, "heads", a->heads, 1, INT32_MAX);
     range(c, "width", a->width, 1, INT16_MAX);
     if (c->rc != 0)
@@ -466,6 +468,8 @@ static void kda_args(check *c, const hx_kda_step_args *a, int use)
     dense(c, "beta", a->beta, a->rows.n_row, a->heads, 1);
     slots(c, "state", a->state, &a->rows, hw, a->width);
     slots(c, "pend", a->pend, &a->rows, HX_PEND_MAX, rec);
+    if (a->a_log.p != NULL)
+        check_kda_gate(c, &gate);
 }
 
 static void check_kda_step(check *c, const hx_kda_step_args *a)
@@ -621,6 +625,20 @@ hx_rmsnorm_args hx_hc_mix_norm(const hx_hc_mix_args *a)
                                .ldx = a->dim,
                                .ldy = a->dim,
                                .eps = a->norm_eps };
+}
+
+hx_kda_gate_args hx_kda_step_gate(const hx_kda_step_args *a)
+{
+    return (hx_kda_gate_args) { .g = a->g,
+                                .beta = a->beta,
+                                .f = a->g,
+                                .b = a->beta,
+                                .a_log = a->a_log,
+                                .dt_bias = a->dt_bias,
+                                .rows = a->rows.n_row,
+                                .heads = a->heads,
+                                .width = a->width,
+                                .bound = a->bound };
 }
 
 hx_expert hx_moe_expert(const hx_moe_args *a, int64_t e)

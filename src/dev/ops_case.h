@@ -187,6 +187,17 @@ static void *row_buf(trial *t, hx_buf *b, const char *name, role r, type ty, int
     return add(t, name, r, ty, rows * row, row, &b->p, &b->n);
 }
 
+/* The same of floats that are read; up: what is in them afterwards means nothing. */
+static float *used_buf(trial *t, hx_buf *b, const char *name, bool up, int64_t rows,
+                       int64_t row)
+{
+    float *p = row_buf(t, b, name, IN, T_F32, rows, row);
+
+    if (up)
+        t->buf[t->n_buf - 1].role = WORK;
+    return p;
+}
+
 /* rows of dim floats, ld apart; nothing is written in between. */
 static void *ld_buf(trial *t, hx_buf *b, const char *name, role r, int64_t rows,
                     int64_t dim, int64_t ld)
@@ -503,9 +514,15 @@ static void fill_kda_step(trial *t, hx_kda_step_args *a)
     ld_buf(t, &a->q, "q", IN, r, hw, a->ld);
     ld_buf(t, &a->k, "k", IN, r, hw, a->ld);
     ld_buf(t, &a->v, "v", IN, r, hw, a->ld);
-    float *g = row_buf(t, &a->g, "g", IN, T_F32, r, hw);
-    float *beta = row_buf(t, &a->beta, "beta", IN, T_F32, r, a->heads);
-    tame_gates(g, r * hw, beta, r * a->heads);
+    const bool raw = a->a_log.n != 0;
+    float *g = used_buf(t, &a->g, "g", raw, r, hw);
+    float *beta = used_buf(t, &a->beta, "beta", raw, r, a->heads);
+    if (raw) {
+        one_buf(t, &a->a_log, "a_log", IN, a->heads);
+        one_buf(t, &a->dt_bias, "dt_bias", IN, hw);
+    } else {
+        tame_gates(g, r * hw, beta, r * a->heads);
+    }
     row_buf(t, &a->o, "o", OUT, T_F32, r, hw);
     one_buf(t, &a->state, "state", STATE, q * hw * w);
     float *rec =
@@ -997,6 +1014,17 @@ OP_CASES(kda_step, .nmse = 1e-12,
       .rows = SPANS(6, { 1, 0, 4, 300, 4 }, { 0, 4, 1, 7, 1 }, { 2, 5, 1, 0, 0 }) },
     { .heads = 64, .width = 128, .ld = 24576, .rows = SPANS(1, { 0, 0, 1, 1000, 1 }) },
     { .heads = 64, .width = 128, .ld = 24576, .rows = SPANS(4, { 0, 0, 4, 1000, 4 }) },
+    { .heads = 3,
+      .width = 17,
+      .a_log = GIVEN,
+      .bound = -5,
+      .rows = SPANS(9, { 2, 0, 3, 9, 2 }, { 0, 3, 5, 88, 8 }, { 1, 8, 1, 0, 0 }) },
+    { .heads = 64,
+      .width = 128,
+      .ld = 24576,
+      .a_log = GIVEN,
+      .bound = -5,
+      .rows = SPANS(3, { 1, 0, 1, 1000, 1 }, { 0, 1, 2, 70, 8 }) },
 };
 VECTORS(kda_step) {
     { .heads = 2,
@@ -1018,6 +1046,11 @@ OP_CASES(kda_chunk, .nmse = 1e-12, .tensor = 1e-10,
       .ld = 1536,
       .rows = SPANS(130, { 1, 0, 100, 64, 0 }, { 0, 100, 30, 130, 8 }) },
     { .heads = 16, .width = 128, .ld = 24576, .rows = SPANS(64, { 0, 0, 64, 1024, 0 }) },
+    { .heads = 3,
+      .width = 40,
+      .a_log = GIVEN,
+      .bound = -5,
+      .rows = SPANS(70, { 1, 0, 69, 3, 2 }, { 0, 69, 1, 130, 0 }) },
 };
 VECTORS(kda_chunk) {
     { .heads = 1,

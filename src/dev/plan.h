@@ -108,28 +108,24 @@ HX_HD uint32_t hx_plan_pieces(size_t record_bytes)
     return (uint32_t)((record_bytes + HX_AHEAD_PIECE - 1) / HX_AHEAD_PIECE);
 }
 
-/* The entries that the plan before had changed lead home again, unless somebody else has
- * changed them meanwhile; the list of the next fetch is empty. */
-HX_HD void hx_plan_restore(hx_ahead_state *s, int32_t layer)
+/* The entry of item k that the plan before had changed leads home again, unless somebody
+ * else has changed it meanwhile. */
+HX_HD void hx_plan_restore(hx_ahead_state *s, int k)
 {
-    const hx_ahead_list none = { 0 };
+    hx_lease *entry = s->entry[k];
 
-    for (int k = 0; k < s->n_moved; k++)
-        if (s->entry[k]->gate.trellis == s->now[k])
-            *s->entry[k] = s->was[k];
-    s->n_moved = 0;
-    s->list[(layer + 1) & 1] = none;
+    s->entry[k] = NULL;
+    if (entry != NULL && entry->gate.trellis == s->now[k])
+        *entry = s->was[k];
 }
 
 /* Item k of the list is computed with where it comes to; entry: its own in the table. */
 HX_HD void hx_plan_keep(hx_ahead_state *s, const hx_ahead *to, hx_lease *entry, int k)
 {
-    const int i = s->n_moved++;
-
-    s->now[i] = (char *)to->slots.p + (size_t)k * to->record_bytes;
-    s->entry[i] = entry;
-    s->was[i] = *entry;
-    *entry = hx_plan_moved(entry, s->now[i]);
+    s->now[k] = (char *)to->slots.p + (size_t)k * to->record_bytes;
+    s->entry[k] = entry;
+    s->was[k] = *entry;
+    *entry = hx_plan_moved(entry, s->now[k]);
 }
 
 /* Whether missing expert a comes before b in the order of hx_plan_lane(). */

@@ -997,11 +997,14 @@ static void kda_part(void *ud, int64_t begin, int64_t end, int worker)
 static int kda(hx_dev *dev, const char *op, const hx_kda_step_args *a, bool chunk,
                hx_err *err)
 {
+    const hx_kda_gate_args gate = hx_kda_step_gate(a);
     kda_call c = {
         .a = a, .dev = dev, .chunk = chunk, .each = kda_bytes(a->width, chunk)
     };
-    const int rc = fits(dev, op, 0, c.each, err);
+    int rc = fits(dev, op, 0, c.each, err);
 
+    if (rc == 0 && a->a_log.p != NULL)
+        rc = ref_kda_gate(dev, &gate, err);
     if (rc != 0)
         return rc;
     hx_pool_run(dev->pool, a->rows.n_span * a->heads, 1, kda_part, &c);

@@ -102,8 +102,8 @@ static int kda_qkv(const hx_layer_call *c, const hx_kda *w, hx_layer_mem *mem,
                       err);
 }
 
-/* Log-decay, step size and output gate: g f32 [R, H, K], beta f32 [R, H], c->c f32
- * [R, H K]. */
+/* What log-decay, step size and output gate are made of: c->g f32 [R, H, K], beta f32
+ * [R, H], c->c f32 [R, H K]. */
 static int kda_gates(const hx_layer_call *c, const hx_kda *w, hx_buf beta, hx_err *err)
 {
     const int64_t d = c->d->width, wide = c->d->kda_heads * c->d->kda_width;
@@ -115,26 +115,15 @@ static int kda_gates(const hx_layer_call *c, const hx_kda *w, hx_buf beta, hx_er
                          f_b = product(c, c->g, wide, f, w->f_a.n, &w->f_b, &g_b);
     int rc;
 
-    if ((rc = hx_op_matmul(c->dev, &f_a, err)) != 0 ||
+    if ((rc = fork_side(c, err)) != 0 || (rc = hx_op_matmul(c->dev, &f_a, err)) != 0 ||
         (rc = hx_op_matmul(c->dev, &f_b, err)) != 0)
         return rc;
-    const hx_kda_gate_args gate = {
-        .g = c->g,
-        .beta = beta,
-        .f = c->g,
-        .b = beta,
-        .a_log = w->a_log,
-        .dt_bias = w->dt_bias,
-        .rows = c->rows.n_row,
-        .heads = c->d->kda_heads,
-        .width = c->d->kda_width,
-        .bound = c->d->gate_bound,
-    };
-    return hx_op_kda_gate(c->dev, &gate, err);
+    return end_side(c, err);
 }
 
-/* The gated delta rule: c->e f32 [R, H K]. */
-static int kda_delta(const hx_layer_call *c, hx_layer_mem *mem, hx_buf beta, hx_err *err)
+/* Gates and the gated delta rule: c->e f32 [R, H K]. */
+static int kda_delta(const hx_layer_call *c, const hx_kda *w, hx_layer_mem *mem,
+                     hx_buf beta, hx_err *err)
 {
     const int64_t h = c->d->kda_heads, k = c->d->kda_width, hk = h * k;
     const hx_kda_step_args delta = {
@@ -150,6 +139,9 @@ static int kda_delta(const hx_layer_call *c, hx_layer_mem *mem, hx_buf beta, hx_
         .heads = h,
         .width = k,
         .ld = 3 * hk,
+        .a_log = w->a_log,
+        .dt_bias = w->dt_bias,
+        .bound = c->d->gate_bound,
     };
     const int rc = c->phase == HX_PHASE_DECODE ? hx_op_kda_step(c->dev, &delta, err)
                                                : hx_op_kda_chunk(c->dev, &delta, err);
@@ -160,14 +152,8 @@ static int kda_delta(const hx_layer_call *c, hx_layer_mem *mem, hx_buf beta, hx_
 
 int hx_layers_kda(const hx_layer_call *c, const hx_kda *w, hx_layer_mem *mem, hx_err *err)
 {
-    const int64_t h = c->d->kda_heads, k = c->d->kda_width, hk = h * k,
-                  rows = c->rows.n_row;
+    const int64_t h = c->d->kda_heads, k = c->d->kda_width, rows = c->rows.n_row;
     const hx_buf beta = floats_at(c->small, rows * (w->f_a.n + w->g_a.n));
-    int rc;
-
-    if ((rc = kda_gates(c, w, beta, err)) != 0 || (rc = kda_qkv(c, w, mem, err)) != 0 ||
-        (rc = kda_delta(c, mem, beta, err)) != 0)
-        return rc;
     const hx_kda_out_args out = { .y = c->e,
                                   .o = c->e,
                                   .z = c->c,
@@ -176,9 +162,13 @@ int hx_layers_kda(const hx_layer_call *c, const hx_kda *w, hx_layer_mem *mem, hx
                                   .heads = h,
                                   .width = k,
                                   .eps = c->d->norm_eps };
-    if ((rc = hx_op_kda_out(c->dev, &out, err)) != 0)
+    int rc;
+
+    if ((rc = kda_gates(c, w, beta, err)) != 0 || (rc = kda_qkv(c, w, mem, err)) != 0 ||
+        (rc = join_side(c, err)) != 0 || (rc = kda_delta(c, w, mem, beta, err)) != 0 ||
+        (rc = hx_op_kda_out(c->dev, &out, err)) != 0)
         return rc;
-    return linear(c, c->y, c->d->width, c->e, hk, &w->o, err);
+    return linear(c, c->y, c->d->width, c->e, h * k, &w->o, err);
 }
 
 /* ---- MLA ------------------------------------------------------------- */
@@ -274,86 +264,93 @@ typedef struct {
     int64_t ld_score; /* pools that the longest row sees, at least */
 } mla_attend;
 
+/* The pools that rows row0 on, which are all rows of *rows, attend. */
+static int select_pools(const mla_attend *m, const hx_rows *rows, int64_t row0,
+                        hx_err *err)
+{
+    const hx_layer_call *c = m->c;
+    const hx_desc *d = c->d;
+    const hx_index_score_args score = {
+        .score = c->score,
+        .q = floats_at(m->iq, row0 * d->index_heads * d->index_width),
+        .w = floats_at(m->iw, row0 * d->index_heads),
+        .pool = m->mem->pool,
+        .rows = *rows,
+        .heads = d->index_heads,
+        .pool_n = d->pool_n,
+        .ld_score = m->ld_score,
+        .scale = 1.0f / sqrtf((float)d->index_width),
+        .w_scale = 1.0f / sqrtf((float)d->index_heads),
+    };
+    const hx_topk_args topk = { .pick = c->pick,
+                                .n_pick = c->n_pick,
+                                .score = c->score,
+                                .rows = *rows,
+                                .k = d->index_topk,
+                                .pool_n = d->pool_n,
+                                .ld_score = m->ld_score };
+    int rc;
+
+    if ((rc = hx_op_index_score(c->dev, &score, err)) != 0 ||
+        (rc = hx_op_topk(c->dev, &topk, err)) != 0)
+        return rc;
+    tap(c, "index_score", c->score, m->ld_score, rows->n_row);
+    tap(c, "pick", c->pick, d->index_topk, rows->n_row);
+    return 0;
+}
+
 /* Attention of rows row0 on, which are all rows of *rows. */
 static int attend_rows(const mla_attend *m, const hx_rows *rows, int64_t row0,
                        bool sparse, hx_err *err)
 {
     const hx_layer_call *c = m->c;
     const hx_desc *d = c->d;
-    const int64_t hz = d->mla_heads * d->latent, k = d->index_topk;
-    int rc;
+    const int64_t hz = d->mla_heads * d->latent;
+    const hx_mla_attend_args att = { .z = floats_at(c->c, row0 * hz),
+                                     .q = floats_at(c->b, row0 * hz),
+                                     .pick = sparse ? c->pick : (hx_buf) { 0 },
+                                     .n_pick = sparse ? c->n_pick : (hx_buf) { 0 },
+                                     .cache = m->mem->latent,
+                                     .rows = *rows,
+                                     .heads = d->mla_heads,
+                                     .pool_n = d->pool_n,
+                                     .k_pick = d->index_topk,
+                                     .scale = 1.0f / sqrtf((float)d->k_width),
+                                     .prefill = c->phase == HX_PHASE_PREFILL };
 
-    hx_mla_attend_args att = { .z = floats_at(c->c, row0 * hz),
-                               .q = floats_at(c->b, row0 * hz),
-                               .cache = m->mem->latent,
-                               .rows = *rows,
-                               .heads = d->mla_heads,
-                               .pool_n = d->pool_n,
-                               .k_pick = k,
-                               .scale = 1.0f / sqrtf((float)d->k_width),
-                               .prefill = c->phase == HX_PHASE_PREFILL };
-    if (sparse) {
-        const hx_index_score_args score = {
-            .score = c->score,
-            .q = floats_at(m->iq, row0 * d->index_heads * d->index_width),
-            .w = floats_at(m->iw, row0 * d->index_heads),
-            .pool = m->mem->pool,
-            .rows = *rows,
-            .heads = d->index_heads,
-            .pool_n = d->pool_n,
-            .ld_score = m->ld_score,
-            .scale = 1.0f / sqrtf((float)d->index_width),
-            .w_scale = 1.0f / sqrtf((float)d->index_heads),
-        };
-        const hx_topk_args topk = { .pick = c->pick,
-                                    .n_pick = c->n_pick,
-                                    .score = c->score,
-                                    .rows = *rows,
-                                    .k = k,
-                                    .pool_n = d->pool_n,
-                                    .ld_score = m->ld_score };
-
-        if ((rc = hx_op_index_score(c->dev, &score, err)) != 0 ||
-            (rc = hx_op_topk(c->dev, &topk, err)) != 0)
-            return rc;
-        att.pick = c->pick;
-        att.n_pick = c->n_pick;
-        tap(c, "index_score", c->score, m->ld_score, rows->n_row);
-        tap(c, "pick", c->pick, k, rows->n_row);
-    }
     return hx_op_mla_attend(c->dev, &att, err);
 }
 
 static int attend_seg(const mla_attend *m, mla_seg *s, hx_err *err)
 {
     const hx_rows rows = { .span = s->span, .n_span = s->n_span, .n_row = s->n_row };
-    const int rc = s->n_row > 0 ? attend_rows(m, &rows, s->row0, s->sparse, err) : 0;
+    int rc = s->n_row > 0 && s->sparse ? select_pools(m, &rows, s->row0, err) : 0;
 
+    if (rc == 0 && s->n_row > 0)
+        rc = attend_rows(m, &rows, s->row0, s->sparse, err);
     s->row0 += s->n_row;
     s->n_row = s->n_span = 0;
     return rc;
 }
 
 /* Attention of all rows. Up to index_topk pools every position is attended and needs no
- * scores; beyond, rows are scored in groups that the score buffer holds. A row's result
- * does not depend on its group. */
+ * scores; beyond, rows are scored in groups that the score buffer holds, unless the calls
+ * must not depend on positions: then all have been. A row's result does not depend on its
+ * group. */
 static int attend(mla_attend *m, hx_err *err)
 {
     const hx_layer_call *c = m->c;
     const int64_t first_sparse = (c->d->index_topk + 1) * c->d->pool_n - 1; /* position */
     mla_seg s = { 0 };
-    int64_t most;
     int rc;
 
-    m->ld_score = c->uniform ? c->ld_score : 1;
+    if (c->uniform)
+        return attend_rows(m, &c->rows, 0, true, err);
     for (int32_t i = 0; i < c->rows.n_span; i++)
         m->ld_score = HX_MAX(m->ld_score, (c->rows.span[i].pos0 + c->rows.span[i].n_row) /
                                               c->d->pool_n);
-    most = HX_MIN(c->rows.n_row, (int64_t)(c->score.n / sizeof(float)) / m->ld_score);
-    if (c->uniform) {
-        hx_assert(c->rows.n_row <= most);
-        return attend_rows(m, &c->rows, 0, true, err);
-    }
+    const int64_t most =
+        HX_MIN(c->rows.n_row, (int64_t)(c->score.n / sizeof(float)) / m->ld_score);
     for (int32_t i = 0; i < c->rows.n_span; i++) {
         const hx_span sp = c->rows.span[i];
 
@@ -388,16 +385,21 @@ int hx_layers_mla(const hx_layer_call *c, const hx_mla *w, hx_layer_mem *mem, hx
     const hx_desc *d = c->d;
     const mla_rows m = split_small(c);
     const int64_t stride = d->k_width + d->v_width;
+    mla_attend att = { .c = c, .mem = mem, .iq = c->e, .iw = m.weight };
     int rc;
 
+    att.ld_score = c->uniform ? c->ld_score : 1;
     if ((rc = fork_side(c, err)) != 0 || (rc = mla_remember(c, w, mem, &m, err)) != 0 ||
         (rc = end_side(c, err)) != 0 ||
         (rc = linear(c, m.qr, d->q_rank, c->x, d->width, &w->q_a, err)) != 0 ||
         (rc = norm_rows(c, m.qr, w->q_norm, d->q_rank, err)) != 0 ||
-        (rc = linear(c, c->a, d->mla_heads * d->k_width, m.qr, d->q_rank, &w->q_b,
-                     err)) != 0 ||
         (rc = linear(c, c->e, d->index_heads * d->index_width, m.qr, d->q_rank,
-                     &w->index_q, err)) != 0)
+                     &w->index_q, err)) != 0 ||
+        (rc = fork_side(c, err)) != 0 ||
+        (c->uniform && (rc = select_pools(&att, &c->rows, 0, err)) != 0) ||
+        (rc = end_side(c, err)) != 0 ||
+        (rc = linear(c, c->a, d->mla_heads * d->k_width, m.qr, d->q_rank, &w->q_b,
+                     err)) != 0)
         return rc;
     const hx_head_matmul_args absorb = { .y = c->b,
                                          .x = c->a,
@@ -419,7 +421,6 @@ int hx_layers_mla(const hx_layer_call *c, const hx_mla *w, hx_layer_mem *mem, hx
                                          .first = d->k_width,
                                          .transposed = false,
                                          .prefill = c->phase == HX_PHASE_PREFILL };
-    mla_attend att = { .c = c, .mem = mem, .iq = c->e, .iw = m.weight };
     if ((rc = hx_op_head_matmul(c->dev, &absorb, err)) != 0 ||
         (rc = join_side(c, err)) != 0 || (rc = attend(&att, err)) != 0 ||
         (rc = hx_op_head_matmul(c->dev, &expand, err)) != 0)
