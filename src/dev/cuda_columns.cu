@@ -331,7 +331,7 @@ bool hx_cuda_columns_takes(const hx_cuda_shape *s)
 }
 
 /* Long ways for a quad once there are enough of them: a beginning and an end cost as much
- * as 20 tiles. Of thread blocks of one quad a multiprocessor has five, up to 8 rows. */
+ * as 20 tiles. */
 hx_cut hx_cuda_columns_cut(const hx_cuda_shape *s, int n_sm)
 {
     const int64_t blocks = s->k_pad / 128, load = load_of(s, n_sm);
@@ -339,7 +339,7 @@ hx_cut hx_cuda_columns_cut(const hx_cuda_shape *s, int n_sm)
     hx_cut c = { s->quads, s->bps, 0 };
 
     if (c.quads == 0) {
-        c.quads = load < 8 ? wide ? 2 : 4 : load < 20 ? 4 : wide ? 2 : 1;
+        c.quads = load < 8 ? wide ? 2 : 4 : load < 20 ? 4 : 2;
         c.bps = load < 8 ? wide ? 2 : 1 : HX_CUDA_MAX_BPS;
         while (c.quads > 1 && c.quads / 2 * c.bps >= blocks)
             c.quads /= 2;
