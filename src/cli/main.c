@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
+#include <poll.h>
 #include <math.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -811,6 +812,14 @@ static int run_command(int argc, char **argv)
     return cmd->run(&c);
 }
 
+/* Of a pipe, like `| head`: then it is no fault that output is lost. */
+static bool reader_has_left(void)
+{
+    struct pollfd out = { .fd = STDOUT_FILENO };
+
+    return poll(&out, 1, 0) == 1 && (out.revents & POLLERR) != 0;
+}
+
 int main(int argc, char **argv)
 {
     const struct sigaction bus = { .sa_handler = on_bus_error,
@@ -821,8 +830,10 @@ int main(int argc, char **argv)
     signal(SIGPIPE, SIG_IGN);
     sigaction(SIGBUS, &bus, NULL);
     rc = run_command(argc, argv);
-    if ((fflush(stdout) != 0 || ferror(stdout)) && errno != EPIPE) {
-        fprintf(stderr, "hoist: standard output: %s\n", strerror(errno));
+    errno = 0;
+    if ((fflush(stdout) != 0 || ferror(stdout)) && !reader_has_left()) {
+        fprintf(stderr, "hoist: standard output: %s\n",
+                errno != 0 ? strerror(errno) : "some of it could not be written");
         return rc != 0 ? rc : 1;
     }
     return rc;

@@ -339,7 +339,7 @@ hx_cut hx_cuda_columns_cut(const hx_cuda_shape *s, int n_sm)
     hx_cut c = { s->quads, s->bps, 0 };
 
     if (c.quads == 0) {
-        c.quads = load < 8 ? wide ? 2 : 4 : load < 20 ? 4 : 2;
+        c.quads = load < 8 ? wide ? 2 : 4 : load < 20 ? 4 : wide ? 2 : 1;
         c.bps = load < 8 ? wide ? 2 : 1 : HX_CUDA_MAX_BPS;
         while (c.quads > 1 && c.quads / 2 * c.bps >= blocks)
             c.quads /= 2;

@@ -168,14 +168,17 @@ template <bool ROTATE> struct factor {
 
     template <bool WHOLE> HX_DEVICE factor load(const hx_gemm &p, int64_t col)
     {
-        if (WHOLE)
+        if constexpr (WHOLE) {
             return { __ldg((const uint2 *)(p.svh + col)) };
-        uint16_t s[4];
+        } else {
+            uint16_t s[4];
 
 #pragma unroll
-        for (int k = 0; k < 4; k++)
-            s[k] = col + k < p.n ? p.svh[col + k] : (uint16_t)0;
-        return { make_uint2(s[0] | (uint32_t)s[1] << 16, s[2] | (uint32_t)s[3] << 16) };
+            for (int k = 0; k < 4; k++)
+                s[k] = col + k < p.n ? p.svh[col + k] : (uint16_t)0;
+            return { make_uint2(s[0] | (uint32_t)s[1] << 16,
+                                s[2] | (uint32_t)s[3] << 16) };
+        }
     }
     __device__ __forceinline__ float4 value() const
     {
@@ -217,17 +220,17 @@ HX_DEVICE void leave_some(const hx_gemm &p, const leaving<ROTATE> &x, int64_t co
         x.v[4 * m] * (f.x * x.scale.by), x.v[4 * m + 1] * (f.y * x.scale.by),
         x.v[4 * m + 2] * (f.z * x.scale.by), x.v[4 * m + 3] * (f.w * x.scale.by));
 
-    if (WHOLE) {
+    if constexpr (WHOLE) {
         if (x.width > 0)
             *(float4 *)(x.y + 16 * m) = v;
-        return;
-    }
+    } else {
 #pragma unroll
-    for (int k = 0; k < 4; k++)
-        if (16 * m + k < x.width)
-            x.y[16 * m + k] = p.bias != NULL
-                                  ? (&v.x)[k] + hx_half_to(p.bias[col + 16 * m + k])
-                                  : (&v.x)[k];
+        for (int k = 0; k < 4; k++)
+            if (16 * m + k < x.width)
+                x.y[16 * m + k] = p.bias != NULL
+                                      ? (&v.x)[k] + hx_half_to(p.bias[col + 16 * m + k])
+                                      : (&v.x)[k];
+    }
 }
 
 /* 64 rows of a warp group leave, 32 sums of a lane at a time: what is ready is stored while

@@ -34,6 +34,7 @@ static void open_part(hx_engine **e, int64_t slots)
                      .ctx_tokens = 2048,
                      .n_threads = 2,
                      .max_streams = 4,
+                     .cache_bytes = 1 << 30, /* the same beside few slots and many */
                      .prefix = HX_PREFIX_OFF,
                      .no_canary = true, /* its prompt would have slots lent */
                      .expert_us = { 1, 10, 12, 4, 5 } };
@@ -191,6 +192,7 @@ static void test_same_bits(void **state)
         open_part(&e, ways[i].slots);
         hx_store *s = e->model->store;
 
+        assert_non_null(s);
         if (ways[i].n_part > 0)
             cut(e, ways[i].n_part, ways[i].n_place);
         print_message(

@@ -111,6 +111,7 @@ static hx_engine *open_with(const hx_options *opt)
     o.prefix =
         HX_PREFIX_OFF; /* a GPU's decode and prefill states differ in the last bits */
     o.ctx_tokens = 1024;
+    o.cache_bytes = 1 << 30; /* the same beside few slots and many */
     if (o.n_threads == 0 && device == NULL)
         o.n_threads = 2;
     if (hx_open(&e, &o, &err) != 0)
@@ -344,6 +345,7 @@ static void test_refusals(void **state)
         hx_err err;
 
         o.model_dir = MODEL;
+        o.device = "cpu";
         o.ctx_tokens = 256;
         assert_int_equal(hx_open(&e, &o, &err), bad[i].code);
         assert_non_null(strstr(err.msg, bad[i].words));
