@@ -104,8 +104,8 @@ int hx_ahead_fetch(hx_store *s, int64_t layer, int64_t rows, hx_buf id, hx_err *
 /* ---- lend.c: slots lent to long prompts ------------------------------------------------ */
 
 /* The last slots are lent while a prompt is read: places for a layer's experts, two for whole
- * layers or some for parts of them, and before these workspace. Once decode steps find that no prompt wants them any
- * more, those picked most move in, the prompt's own picks counted. */
+ * layers or some for parts of them, and before these workspace. Once decode steps find that
+ * no prompt wants them any more, those picked most move in, the prompt's own picks counted. */
 
 #define HX_LEND_PARTS 16 /* most of a layer: 170 MB each of GLM-5.3-Flash */
 
