@@ -44,6 +44,7 @@ check long_prefill 1 '99999 tokens do not fit' "$hoist" bench prefill $demo --to
 # What cannot be written is an error, and a file is no substitute for a closed output.
 check full_output 1 'standard output: No space left' bash -c "$hoist inspect $demo >/dev/full"
 check closed_output 1 'standard output: Bad file' bash -c "$hoist run $demo -p x -n 2 >&-"
+check left_output 0 '^Hello' bash -c "set -o pipefail; $hoist bench decode $demo -n 4 --streams 1 | head -n 1 | sed 's/.*/Hello/'"
 check inspect 0 'routed experts' "$hoist" inspect $demo
 check inspect_verify 0 'verified' "$hoist" inspect $demo --verify --tensors
 check ctx_warning 0 'longer than the 32768 tokens' "$hoist" run $demo -p Hello! --temp 0 -n 2 --ctx 40000

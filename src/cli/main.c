@@ -830,10 +830,8 @@ int main(int argc, char **argv)
     signal(SIGPIPE, SIG_IGN);
     sigaction(SIGBUS, &bus, NULL);
     rc = run_command(argc, argv);
-    errno = 0;
     if ((fflush(stdout) != 0 || ferror(stdout)) && !reader_has_left()) {
-        fprintf(stderr, "hoist: standard output: %s\n",
-                errno != 0 ? strerror(errno) : "some of it could not be written");
+        fprintf(stderr, "hoist: standard output: %s\n", strerror(errno));
         return rc != 0 ? rc : 1;
     }
     return rc;

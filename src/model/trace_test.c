@@ -234,6 +234,7 @@ static void run_model(const char *path, hx_experts *out)
                              .max_streams = 3,
                              .expert_us = { 1, 10, 12, 4, 5 },
                              .prefix = HX_PREFIX_OFF,
+                             .no_canary = true, /* its prompt would have slots lent */
                              .trace = path };
     hx_engine *e;
     hx_stream *s[3];
