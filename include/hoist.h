@@ -75,7 +75,7 @@ typedef struct {
                           * NULL: cuda where there is a GPU and code for one, else cpu */
     const char *cpu_isa; /* NULL: the best there is; "avx512", "avx2", "scalar" */
     const char *cpus;    /* NULL: all allowed; or a list like "0-7,16" */
-    int32_t n_threads;   /* 0: one per allowed CPU */
+    int32_t n_threads;   /* 0: one for each of cpus, or of those allowed */
     int64_t ctx_tokens;  /* longest sequence; 0 takes the model's, within the budget */
     int32_t max_streams; /* sequences decoded together, 1..64; 0 is 8, or as many as
                           * sequence memory has room for */

@@ -1048,7 +1048,8 @@ struct hx_pool {
     int n;
     _Atomic int64_t spin_us;
     pool_worker *worker; /* [n - 1] */
-    int *cpu;            /* [n] or NULL */
+    int *cpu;            /* [MAX_CPU] those to take in turn, or NULL */
+    int n_cpu;           /* … how many */
     bool pinned;         /* the caller: */
     pthread_t caller;
     cpu_mask caller_mask; /* as it was before */
@@ -1250,24 +1251,27 @@ static int parse_cpus(const char *s, int *out, int cap)
     }
 }
 
-/* Gives every thread its CPU; with fewer CPUs than threads they go round. */
-static int pool_read_cpus(hx_pool *p, const char *cpus, int *n_cpu, hx_err *err)
+static int pool_read_cpus(hx_pool *p, const char *cpus, hx_err *err)
 {
     cpu_mask may = { 0 };
 
-    if ((p->cpu = hx_new(int, p->n)) == NULL)
-        return hx_fail(err, HX_ENOMEM, "worker pool: no memory for %d threads", p->n);
-    *n_cpu = parse_cpus(cpus, p->cpu, p->n);
-    if (*n_cpu == 0)
+    if ((p->cpu = hx_new(int, MAX_CPU)) == NULL)
+        return hx_fail(err, HX_ENOMEM, "worker pool: no memory for a list of CPUs");
+    p->n_cpu = parse_cpus(cpus, p->cpu, MAX_CPU);
+    if (p->n_cpu == 0)
         return hx_fail(err, HX_EARG, "cpus \"%s\": expected a list like 0-3,8", cpus);
     sched_getaffinity(0, sizeof(may), &may.set);
-    for (int i = 0; i < *n_cpu; i++)
+    for (int i = 0; i < p->n_cpu; i++)
         if (!CPU_ISSET_S((size_t)p->cpu[i], sizeof(may), &may.set))
             return hx_fail(err, HX_EARG, "cpus \"%s\": this process may not use CPU %d",
                            cpus, p->cpu[i]);
-    for (int i = *n_cpu; i < p->n; i++)
-        p->cpu[i] = p->cpu[i - *n_cpu];
     return 0;
+}
+
+/* With fewer CPUs than threads they go round. */
+static int cpu_of(const hx_pool *p, int id)
+{
+    return p->cpu[id % p->n_cpu];
 }
 
 static int pool_start(hx_pool *p, int id, hx_err *err)
@@ -1284,9 +1288,9 @@ static int pool_start(hx_pool *p, int id, hx_err *err)
     }
     snprintf(name, sizeof(name), "hoist-cpu-%d", id);
     pthread_setname_np(w->thread, name);
-    if (p->cpu != NULL && (rc = pin_thread(w->thread, p->cpu[id])) != 0) {
+    if (p->cpu != NULL && (rc = pin_thread(w->thread, cpu_of(p, id))) != 0) {
         errno = rc;
-        return hx_fail(err, HX_EARG, "worker pool: cannot use CPU %d: %m", p->cpu[id]);
+        return hx_fail(err, HX_EARG, "worker pool: cannot use CPU %d: %m", cpu_of(p, id));
     }
     return 0;
 }
@@ -1298,36 +1302,33 @@ int hx_pool_open(hx_pool **out, int n_threads, const char *cpus, hx_err *err)
     hx_pool *p = NULL;
 
     *out = NULL;
-    if (n_threads < 1 || n_threads > MAX_THREAD)
+    if (n_threads < 0 || n_threads > MAX_THREAD)
         return hx_fail(err, HX_EARG, "worker pool: %d threads, expected 1 to %d",
                        n_threads, MAX_THREAD);
     if ((p = hx_new(hx_pool, 1)) == NULL)
-        return hx_fail(err, HX_ENOMEM, "worker pool: no memory for %d threads",
-                       n_threads);
-    p->n = n_threads;
+        return hx_fail(err, HX_ENOMEM, "worker pool: no memory");
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->wake, NULL);
     pthread_cond_init(&p->done, NULL);
-    if ((p->worker = hx_new(pool_worker, n_threads)) == NULL) {
-        rc = hx_fail(err, HX_ENOMEM, "worker pool: no memory for %d threads", n_threads);
+    if (cpus != NULL) {
+        if ((rc = pool_read_cpus(p, cpus, err)) != 0)
+            goto fail;
+        n_cpu = HX_MIN(n_cpu, p->n_cpu);
+    }
+    p->n = n_threads > 0 ? n_threads : HX_MIN(n_cpu, MAX_THREAD);
+    if ((p->worker = hx_new(pool_worker, p->n)) == NULL) {
+        rc = hx_fail(err, HX_ENOMEM, "worker pool: no memory for %d threads", p->n);
         goto fail;
     }
-    if (cpus != NULL) {
-        int n_list = 0;
-
-        if ((rc = pool_read_cpus(p, cpus, &n_list, err)) != 0)
-            goto fail;
-        n_cpu = HX_MIN(n_cpu, n_list);
-    }
     /* Threads without a CPU of their own would spin in the way of those that work. */
-    p->spin_us = n_threads <= n_cpu ? SPIN_US : 0;
+    p->spin_us = p->n <= n_cpu ? SPIN_US : 0;
     /* Signals are for the threads of the program, which expects them there; a fault is for
      * the thread that makes it. */
     sigfillset(&all);
     sigdelset(&all, SIGBUS);
     sigdelset(&all, SIGSEGV);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    for (int id = 1; id < n_threads && rc == 0; id++)
+    for (int id = 1; id < p->n && rc == 0; id++)
         rc = pool_start(p, id, err);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (rc != 0)

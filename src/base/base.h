@@ -185,8 +185,8 @@ typedef struct hx_pool hx_pool;
 /* fn(ud, begin, end, worker): items [begin, end), worker 0..n-1. */
 typedef void hx_pool_fn(void *ud, int64_t begin, int64_t end, int worker);
 
-/* n_threads threads in all, the caller's among them (1: no thread is made).
- * cpus: NULL, or a list like "0-3,8" to pin them to. */
+/* n_threads threads in all, the caller's among them (1: no thread is made); 0: one for each
+ * CPU. cpus: NULL, or a list like "0-3,8" to pin them to. */
 int hx_pool_open(hx_pool **out, int n_threads, const char *cpus, hx_err *err);
 void hx_pool_close(hx_pool *p);
 int hx_pool_size(const hx_pool *p); /* 1 for NULL */

@@ -898,8 +898,13 @@ static void test_pool_pinned(void **state)
         print_message("SKIP test_pool_pinned: needs 2 CPUs\n");
         skip();
     }
+    snprintf(text, sizeof(text), "%d", list[1]);
+    assert_int_equal(hx_pool_open(&p, 0, text, NULL), 0);
+    assert_int_equal(hx_pool_size(p), 1); /* a thread for each that is named */
+    hx_pool_close(p);
     snprintf(text, sizeof(text), "%d,%d", list[1], list[0]);
-    assert_int_equal(hx_pool_open(&p, 2, text, NULL), 0);
+    assert_int_equal(hx_pool_open(&p, 0, text, NULL), 0);
+    assert_int_equal(hx_pool_size(p), 2);
     for (int i = 0; i < 100 && cpu[1] < 0; i++)
         hx_pool_run(p, 8, 1, note_cpu, cpu);
     assert_int_equal(cpu[0], list[1]);
@@ -924,7 +929,9 @@ static void test_pool_errors(void **state)
         assert_null(p);
         assert_non_null(strstr(err.msg, bad[i]));
     }
-    assert_int_equal(hx_pool_open(&p, 0, NULL, &err), HX_EARG);
+    assert_int_equal(hx_pool_open(&p, -1, NULL, &err), HX_EARG);
+    assert_int_equal(hx_pool_open(&p, 1, "0-8191", &err),
+                     HX_EARG); /* not only the first */
     assert_int_equal(hx_pool_open(&p, MAX_THREAD + 1, NULL, &err), HX_EARG);
     assert_int_equal(parse_cpus("0-3,8,10-11", list, 8), 7);
     assert_memory_equal(list, ((int[]) { 0, 1, 2, 3, 8, 10, 11 }), 7 * sizeof(int));

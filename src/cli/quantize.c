@@ -499,8 +499,7 @@ static int open_device(job *j, hx_err *err)
     printf("\n");
     if (j->dev->pool != NULL)
         return 0;
-    return hx_pool_open(&j->pool, opt.n_threads > 0 ? opt.n_threads : hx_sys_n_cpu(),
-                        opt.cpus, err);
+    return hx_pool_open(&j->pool, opt.n_threads, opt.cpus, err);
 }
 
 /* Of all that was written, read back. */

@@ -611,7 +611,7 @@ static int take_memory(job *j, hx_err *err)
                 (long long)j->max_rows, s->info.n_vocab,
                 4e-9 * (double)j->max_rows * s->info.n_vocab);
     }
-    return hx_pool_open(&j->pool, hx_sys_n_cpu(), NULL, err);
+    return hx_pool_open(&j->pool, 0, NULL, err);
 }
 
 static int forward(subject *s, const doc *d, hx_err *err)

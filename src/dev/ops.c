@@ -961,8 +961,7 @@ int hx_dev_open(hx_dev **out, const hx_dev_opt *opt, hx_err *err)
         return 0;
     }
     if ((rc = choose_isa(d, opt->isa, err)) != 0 ||
-        (rc = hx_pool_open(&d->pool, opt->n_threads > 0 ? opt->n_threads : hx_sys_n_cpu(),
-                           opt->cpus, err)) != 0)
+        (rc = hx_pool_open(&d->pool, opt->n_threads, opt->cpus, err)) != 0)
         goto fail;
     const int n = hx_pool_size(d->pool);
     d->scratch_bytes = b->scratch_bytes(&opt->limits, n);

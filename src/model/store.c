@@ -771,7 +771,7 @@ int hx_store_open(hx_store **out, hx_model *m, hx_dev *dev, const hx_store_opt *
     }
     if ((rc = check(s, opt, bytes, err)) != 0 ||
         (rc = hx_ahead_open(s, opt->max_rows, err)) != 0 ||
-        (rc = hx_pool_open(&pool, hx_sys_n_cpu(), NULL, err)) != 0 ||
+        (rc = hx_pool_open(&pool, 0, NULL, err)) != 0 ||
         (rc = gather(s, opt->ram_bytes != 0, err)) != 0 ||
         (rc = fill(s, pool, err)) != 0 ||
         (rc = hx_clock_open(&s->clock, d->n_layer * d->n_expert, s->n_all_slot, err)) !=

@@ -335,7 +335,7 @@ static int fill(synth *s, hx_load_fn *on_load, void *ud)
         job.total += (s->region[r].bytes + FILL_BYTES - 1) / FILL_BYTES;
     }
     first[s->n_region] = job.total;
-    if ((rc = hx_pool_open(&pool, hx_sys_n_cpu(), NULL, s->err)) == 0) {
+    if ((rc = hx_pool_open(&pool, 0, NULL, s->err)) == 0) {
         hx_pool_run(pool, (int64_t)job.total, 16, fill_range, &job);
         if (on_load != NULL)
             on_load(ud, s->at, s->at);
