@@ -53,7 +53,7 @@ ifneq ($(wildcard /dev/nvidiactl),)
 $(if $(NVCC),,$(info no nvcc beside this GPU: building for the CPU only; install a CUDA toolkit for both))
 endif
 ifeq ($(CUDA),1)
-CUDA_LIBS := -L$(abspath $(dir $(NVCC))/../lib64) -lcudart_static -ldl -lrt
+CUDA_LIBS := $(shell $(NVCC) --dryrun -x cu /dev/null 2>&1 | sed -n 's/^\#\$$ LIBRARIES=//p') -lcudart_static -ldl -lrt
 LIBS    += $(CUDA_LIBS) -lstdc++
 CU_OBJS := $(patsubst %.cu,$(OBJ)/%.cu.o,$(wildcard src/*/*.cu))
 endif
