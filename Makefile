@@ -44,7 +44,7 @@ endif
 CUDA    ?= $(if $(and $(NVCC),$(wildcard /dev/nvidiactl)),$(if $(SAN),0,1),0)
 ALL_ARCH := sm_80 sm_86 sm_89 sm_90a sm_120a sm_121a
 HERE    := $(if $(wildcard /dev/nvidiactl),$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
-             sort -u | sed -n 's/^\([0-9]*\)\.\([0-9]\)$$/sm_\1\2/p' | sed 's/^sm_\(9\|1[0-9]\).$$/&a/'))
+             sort -u | sed -n 's/^\([89]\|1[0-9]\)\.\([0-9]\)$$/sm_\1\2/p' | sed 's/^sm_\(9\|1[0-9]\).$$/&a/'))
 ARCH    := $(if $(PORTABLE),$(ALL_ARCH),$(or $(HERE),sm_90a))
 NVFLAGS := -std=c++17 -O3 --fmad=false -Iinclude -Isrc -Xcompiler -Wall \
            -gencode arch=compute_80,code=compute_80 \
