@@ -274,11 +274,14 @@ static void check_open(const char *name, int want, const char *words)
 
 static void opens(void)
 {
+    hx_err err = {};
+
     well();
     check_open("opens", 0, "");
     gpu.driver = 0, gpu.count = cudaErrorInsufficientDriver;
     check_open("no_driver", HX_EUNSUP, "has no NVIDIA driver; install one");
     gpu.driver = 12040, gpu.count = cudaErrorInsufficientDriver;
+    check("there_but_old", hx_cuda_is_there() ? 0 : HX_EUNSUP, 0, &err, "");
     check_open("old_driver", HX_EUNSUP, "serves CUDA 12.4 and this program needs 13.");
     gpu.n_gpu = 0, gpu.count = cudaErrorNoDevice;
     check_open("no_gpu", HX_EUNSUP, "sees no GPU (is CUDA_VISIBLE_DEVICES set?)");

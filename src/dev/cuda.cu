@@ -264,7 +264,7 @@ int hx_cuda_spans_of(hx_cuda_spans *out, const hx_rows *r, const char *op, hx_er
 
 bool hx_cuda_is_there(void)
 {
-    int n = 0;
+    int n = 0, driver = 0;
     const cudaError_t rc = cudaGetDeviceCount(&n);
 
     if (rc == cudaSuccess)
@@ -272,7 +272,9 @@ bool hx_cuda_is_there(void)
     cudaGetLastError();
     if (rc != cudaErrorInsufficientDriver)
         return rc != cudaErrorNoDevice;
-    return access("/proc/driver/nvidia", F_OK) == 0 || access("/dev/dxg", F_OK) == 0;
+    cudaDriverGetVersion(&driver); /* 0: its library is missing */
+    return driver > 0 || access("/proc/driver/nvidia", F_OK) == 0 ||
+           access("/usr/lib/wsl/lib/libcuda.so.1", F_OK) == 0;
 }
 
 /* Stands for all kernels: is there code for this GPU in the program? */
