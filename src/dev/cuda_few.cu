@@ -323,25 +323,21 @@ static cudaError_t launch(const hx_gemm &p, const hx_cuda_work *w, cudaStream_t 
 /* Up to three waves: with more groups the kernel for 64 rows is as fast. */
 bool hx_cuda_few_takes(const hx_gemm *p, const hx_cuda_work *w)
 {
-    hx_gemm_limits l = {};
-
-    return hx_cuda_gemm_limits(&l) == cudaSuccess && l.share > 1 && p->block == NULL &&
-           p->rows <= FEW_ROWS && p->block_rows == 0 &&
-           p->groups * FEW_SHARE <= 3 * w->n_sm;
+    return w->gpu.hopper && p->block == NULL && p->rows <= FEW_ROWS &&
+           p->block_rows == 0 && p->groups * FEW_SHARE <= 3 * w->gpu.n_sm;
 }
 
 cudaError_t hx_cuda_few(hx_gemm *p, const hx_cuda_work *w, hx_codebook codebook,
                         cudaStream_t stream)
 {
-    hx_gemm_limits l = {};
-    cudaError_t rc = hx_cuda_gemm_limits(&l);
-    const bool half = p->rows <= 32 && p->groups * (GROUP / 32) <= w->n_sm && p->wide &&
-                      p->n == (int64_t)p->groups * GROUP && p->groups <= w->n_ticket &&
-                      few_bytes<32>(p->rows, p->k2) <= l.block;
+    const bool half = p->rows <= 32 && p->groups * (GROUP / 32) <= w->gpu.n_sm &&
+                      p->wide && p->n == (int64_t)p->groups * GROUP &&
+                      p->groups <= w->n_ticket &&
+                      (size_t)few_bytes<32>(p->rows, p->k2) <= w->gpu.block_bytes;
 
     p->cb = hx_cuda_codebook_of(codebook);
     p->ticket = w->ticket;
-    return rc != cudaSuccess ? rc : with_exl3(p->k2, codebook, [&](auto f) {
+    return with_exl3(p->k2, codebook, [&](auto f) {
         return half ? launch<decltype(f), 32>(*p, w, stream)
                     : launch<decltype(f), 64>(*p, w, stream);
     });
