@@ -218,8 +218,6 @@ static void forget_file(hx_prefix_tree *t, hx_node *n)
     n->snap->on_disk = false;
     t->stat.snaps_disk--;
     for (hx_node *s = t->snap; s != NULL; s = s->snap->next) {
-        if (s->snap->file_parent == n)
-            s->snap->file_parent = NULL;
         if (!s->snap->on_disk)
             continue;
         for (hx_node *a = s; a != &t->root && a->end > s->snap->from; a = a->parent)
@@ -862,7 +860,6 @@ void hx_prefix_has_file(hx_prefix_tree *t, hx_node *n, hx_node *parent,
     s->on_disk = true;
     s->name = *name;
     s->from = parent != NULL ? parent->end : 0;
-    s->file_parent = parent;
     t->stat.snaps_disk++;
     for (hx_node *a = n; a != &t->root && a->end > s->from; a = a->parent)
         a->file = n;
@@ -906,14 +903,17 @@ hx_node *hx_prefix_add_disk(hx_prefix_tree *t, const hx_prefix_disk *d, int64_t 
         next->used_us = HX_MAX(next->used_us, used_us);
         n = next;
     }
+    s = n->snap;
     if (n == &t->root || from % HX_PAGE != 0 ||
-        (s = n->snap != NULL ? NULL : snap_new(t, n)) == NULL) {
+        (s != NULL ? s->on_disk || s->hidden || s->pend != d->pend ||
+                         s->has_hidden != d->has_hidden
+                   : (s = snap_new(t, n)) == NULL)) {
         prune(t, n);
         return NULL;
     }
     s->pend = d->pend;
     s->has_hidden = d->has_hidden;
-    s->used_us = used_us;
+    s->used_us = HX_MAX(s->used_us, used_us);
     hx_prefix_has_file(t, n, d->parent, &d->name);
     for (hx_node *a = n; a != NULL; a = a->parent)
         a->used_us = HX_MAX(a->used_us, used_us);
@@ -931,8 +931,11 @@ void hx_prefix_forget(hx_prefix_tree *t)
         if (n->snap->on_disk) {
             if (t->gone != NULL)
                 t->gone(t->gone_ud, n);
-            forget_file(t, n);
+            n->snap->on_disk = false;
         }
+    t->stat.snaps_disk = 0;
+    for (hx_node *n = &t->root; n != NULL; n = node_after(t, n))
+        n->file = NULL;
     for (hx_node *n = t->snap; n != NULL; n = next) {
         next = n->snap->next;
         if (n->busy > 0)

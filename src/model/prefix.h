@@ -60,7 +60,6 @@ typedef struct {
     int64_t used_us;
     hx_park_name name;
     int64_t from;         /* first position that the file covers */
-    hx_node *file_parent; /* the file before it; NULL: none, from is 0 */
     hx_node *prev, *next; /* all nodes with a snapshot */
 } hx_snap;
 
