@@ -21,18 +21,17 @@
 
 #include "model/model.h"
 
-#define FIXED_BYTES 256
-#define VERSION     1
-#define HEAD_MAX    (1u << 30) /* of ids, phases and sums: far beyond any context */
-#define SUFFIX      ".park"
-#define TEMP_PREFIX "writing-"
-#define LOCK_FILE   ".hoist-lock" /* holds the day and the bytes written on it */
-#define FILE_BYTES  128           /* of a name in the folder */
-#define PATH_BYTES  4096
-#define SUM_BYTES   16
-#define DAY_S       86400
-#define LOOK_US                                                                          \
-    1000000 /* how often one that only reads tries to be the one that writes */
+#define FIXED_BYTES  256
+#define VERSION      1
+#define HEAD_MAX     (1u << 30) /* of ids, phases and sums: far beyond any context */
+#define SUFFIX       ".park"
+#define SUFFIX_TEMP  ".part"       /* while it is written */
+#define LOCK_FILE    ".hoist-lock" /* holds the day and the bytes written on it */
+#define FILE_BYTES   128           /* of a name in the folder */
+#define PATH_BYTES   4096
+#define SUM_BYTES    16
+#define DAY_S        86400
+#define LOOK_US      1000000 /* between two looks of one that only reads */
 #define LOOK_PART    20 /* looking through the folder takes at most one part of so many */
 #define SAMPLES      16 /* blocks of a weight file that identify it */
 #define SAMPLE_BYTES 4096
@@ -118,11 +117,11 @@ static int64_t now_s(void)
     return (int64_t)time(NULL);
 }
 
-static void file_of(const hx_park_name *name, char out[FILE_BYTES])
+static void file_of(const hx_park_name *name, const char *suffix, char out[FILE_BYTES])
 {
     for (int i = 0; i < 32; i++)
         snprintf(out + 2 * i, 3, "%02x", name->b[i]);
-    memcpy(out + 64, SUFFIX, sizeof SUFFIX);
+    snprintf(out + 64, FILE_BYTES - 64, "%s", suffix);
 }
 
 static void list_free(listing *l)
@@ -419,8 +418,9 @@ static int take_folder(hx_park *p, hx_err *err)
         hx_log(HX_LOG_INFO, "park: %.200s: this process writes there now", p->dir);
     else if (!p->held && !p->told)
         hx_log(HX_LOG_WARN, "park: %.200s: %s; what is there is read, nothing is added%s",
-               p->dir, p->lock_fd < 0 ? strerror(why) : "another process writes there",
-               p->lock_fd < 0 ? "" : " until that ends: one folder for each server");
+               p->dir,
+               why == EWOULDBLOCK ? "another process writes there" : strerror(why),
+               why == EWOULDBLOCK ? " until that ends: one folder for each server" : "");
     p->told = !p->held;
     return 0;
 }
@@ -479,8 +479,8 @@ static int run_write(hx_park *p, job *j)
                      "park: %.200s: was removed or emptied; it is begun anew", p->dir);
         goto done;
     }
-    file_of(&j->name, file);
-    snprintf(temp, sizeof temp, TEMP_PREFIX "%lld-%.16s", (long long)getpid(), file);
+    file_of(&j->name, SUFFIX, file);
+    file_of(&j->name, SUFFIX_TEMP, temp);
     made = count_day(p, j->bytes) &&
            (fd = openat(p->dir_fd, temp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC,
                         0600)) >= 0;
@@ -535,7 +535,7 @@ static int run_read(const hx_park *p, job *j)
     uint8_t *raw = NULL;
     int fd, rc;
 
-    file_of(&j->name, file);
+    file_of(&j->name, SUFFIX, file);
     if ((fd = openat(p->dir_fd, file, O_RDONLY | O_CLOEXEC | O_NOFOLLOW)) < 0)
         return hx_fail(&j->err, errno == ENOENT ? HX_EFORMAT : HX_EIO,
                        "park: %.200s/%s: %s", p->dir, file, strerror(errno));
@@ -559,7 +559,7 @@ static void run_job(hx_park *p, job *j)
 {
     char file[FILE_BYTES];
 
-    file_of(&j->name, file);
+    file_of(&j->name, SUFFIX, file);
     switch (j->kind) {
     case JOB_WRITE:
         j->rc = run_write(p, j);
@@ -625,12 +625,12 @@ static bool insert_entry(listing *l, int64_t at, const entry *e)
     return true;
 }
 
-/* The name in "<64 hex>.park". */
-static bool name_from(const char *file, hx_park_name *out)
+/* The name in 64 hex digits and a suffix. */
+static bool name_from(const char *file, const char *suffix, hx_park_name *out)
 {
     static const char digit[] = "0123456789abcdef";
 
-    if (strlen(file) != 64 + sizeof SUFFIX - 1 || strcmp(file + 64, SUFFIX) != 0)
+    if (strlen(file) < 64 || strcmp(file + 64, suffix) != 0)
         return false;
     for (int i = 0; i < 32; i++) {
         const char *hi = strchr(digit, file[2 * i]), *lo = strchr(digit, file[2 * i + 1]);
@@ -672,9 +672,9 @@ static int scan_file(const hx_park *p, const char *file, listing *l, scan_count 
     struct stat st;
     int fd;
 
-    if (p->held && strncmp(file, TEMP_PREFIX, sizeof TEMP_PREFIX - 1) == 0)
+    if (p->held && name_from(file, SUFFIX_TEMP, &e.name))
         unlinkat(p->dir_fd, file, 0); /* of one that was killed */
-    if (!name_from(file, &e.name) ||
+    if (!name_from(file, SUFFIX, &e.name) ||
         fstatat(p->dir_fd, file, &st, AT_SYMLINK_NOFOLLOW) != 0 || !S_ISREG(st.st_mode))
         return 0;
     if ((fd = openat(p->dir_fd, file, O_RDONLY | O_CLOEXEC | O_NOFOLLOW)) >= 0) {

@@ -12,7 +12,8 @@
  *   pages   [n_page][page_bytes]
  *   state   [state_bytes]
  *
- * All little-endian. A file appears under its name only when all of it is on disk.
+ * All little-endian. A file appears under its name only when all of it is on disk. The
+ * process that has the folder's lock writes and deletes; others read until that ends.
  * Thread: the engine's; the files are read and written by a thread of park.c. */
 #ifndef HX_PARK_H
 #define HX_PARK_H

@@ -60,7 +60,7 @@ static void path_of(const hx_park_name *name, char out[PATH_BYTES])
 {
     char file[FILE_BYTES];
 
-    file_of(name, file);
+    file_of(name, SUFFIX, file);
     snprintf(out, PATH_BYTES, "%s/%s", folder, file);
 }
 
@@ -264,14 +264,17 @@ static void test_corrupt(void **state)
  * skipped, and go first when room is needed; leftovers go. */
 static void test_other_files(void **state)
 {
-    static const char *const names[] = { "notes.txt", "abc.park", "writing-dead",
-                                         "pipe" };
+    static const char hex[] =
+        "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
+    char left[FILE_BYTES];
+    const char *const names[] = { "notes.txt", "abc.park", left, "abc.part", hex };
     char path[PATH_BYTES], to[PATH_BYTES];
     hx_park_name a, pipe = { "p" }, link = { "l" }, dir = { "d" };
     hx_park *p;
     int fd = -1;
 
     (void)state;
+    snprintf(left, sizeof left, "%s.part", hex);
     for (size_t i = 0; i < HX_LEN(names); i++) {
         snprintf(path, sizeof path, "%s/%s", folder, names[i]);
         fd = open(path, O_WRONLY | O_CREAT, 0600);
@@ -304,7 +307,7 @@ static void test_other_files(void **state)
         snprintf(path, sizeof path, "%s/%s", folder, names[i]);
         assert_int_equal(hx_file_exists(path), i != 2);
     }
-    assert_int_equal(empty_folder(), 5);
+    assert_int_equal(empty_folder(), 6);
 }
 
 /* ---- a disk that fails ------------------------------------------------------ */
@@ -681,8 +684,9 @@ static void test_second(void **state)
     }
     hx_park_delete(p, &a);
     assert_int_equal(write_one(p, 9, 0, 128, NULL, NULL), HX_EIO);
-    put_file(TEMP_PREFIX "9", "x");
-    file_of(&broken, name);
+    file_of(&broken, SUFFIX_TEMP, name);
+    put_file(name, "x");
+    file_of(&broken, SUFFIX, name);
     put_file(name, "x");
     usleep(2 * LOOK_US);
     wait_look(p);
