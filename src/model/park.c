@@ -44,7 +44,7 @@ typedef struct {
     hx_park_name name;
     uint64_t bytes;
     int64_t used_s; /* of the wall clock */
-    int64_t found;  /* its place there */
+    int64_t found;  /* its place among those */
     bool foreign;   /* of another model or build, or it could not be read */
 } entry;
 
@@ -711,17 +711,14 @@ static int by_from(const void *a, const void *b)
     return (x->from > y->from) - (x->from < y->from);
 }
 
-static int scan(hx_park *p, listing *l, hx_err *err)
+static int scan(const hx_park *p, listing *l, hx_err *err)
 {
     const int fd = openat(p->dir_fd, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     DIR *d = fd >= 0 ? fdopendir(fd) : NULL;
     scan_count count = { 0 };
     struct dirent *f;
-    struct stat st;
     int rc = 0;
 
-    if (fstat(p->dir_fd, &st) == 0)
-        p->changed = st.st_mtim;
     if (d == NULL) {
         rc = hx_fail(err, HX_EIO, "park: %.200s: %s", p->dir, strerror(errno));
         if (fd >= 0)
@@ -760,8 +757,10 @@ static job *look(hx_park *p)
         job_free(j);
         j = NULL;
     }
-    if (j == NULL) /* the next look takes it anew, and is told of */
-        p->held = false;
+    if (j != NULL)
+        p->changed = st.st_mtim;
+    else
+        p->held = false; /* until somebody is told of it, with what is there */
     p->look_us = hx_now_us() + HX_MAX(LOOK_US, LOOK_PART * (hx_now_us() - start));
     return j;
 }
