@@ -418,10 +418,10 @@ static void take_found(hx_engine *e)
             continue;
         }
         n_useless++;
-        if (h->from == 0 || !hx_park_disown(r->park, &h->parent))
-            hx_park_delete(r->park, &h->name);
-        else
+        if (h->from > 0 && hx_park_find(r->park, &h->parent) == HX_PARK_UNUSED)
             hx_park_disown(r->park, &h->name);
+        else
+            hx_park_delete(r->park, &h->name);
     }
     hx_free(node);
     hx_park_found_end(r->park);

@@ -883,13 +883,12 @@ bool hx_park_drop_foreign(hx_park *p)
     return true;
 }
 
-bool hx_park_disown(hx_park *p, const hx_park_name *name)
+void hx_park_disown(hx_park *p, const hx_park_name *name)
 {
     entry *e = entry_of(&p->list, name);
 
     if (e != NULL)
         e->foreign = true;
-    return e != NULL;
 }
 
 /* ---- calls -------------------------------------------------------------- */
@@ -1047,7 +1046,7 @@ int64_t hx_park_find(const hx_park *p, const hx_park_name *name)
 {
     const entry *e = entry_of(&p->list, name);
 
-    return e != NULL && !e->foreign ? e->found : -1;
+    return e == NULL ? HX_PARK_NONE : e->foreign ? HX_PARK_UNUSED : e->found;
 }
 
 void hx_park_found_end(hx_park *p)

@@ -67,12 +67,13 @@ bool hx_park_is_ours(const hx_park *p);
 
 /* What a look found, those before others first; until hx_park_found_end(). */
 int64_t hx_park_n_found(const hx_park *p);
-const hx_park_head *hx_park_found(const hx_park *p, int64_t i);   /* NULL: no more */
-int64_t hx_park_find(const hx_park *p, const hx_park_name *name); /* its i; -1: none */
+const hx_park_head *hx_park_found(const hx_park *p, int64_t i); /* NULL: no more */
+/* Its i, or below 0: there is no such file, or it is there and cannot be used now. */
+enum { HX_PARK_NONE = -1, HX_PARK_UNUSED = -2 };
+int64_t hx_park_find(const hx_park *p, const hx_park_name *name);
 void hx_park_found_end(hx_park *p);
-/* Of no use to this run, but it stays: the first to go when room is needed. False: there is
- * no such file. */
-bool hx_park_disown(hx_park *p, const hx_park_name *name);
+/* Of no use to this run, but it stays: the first to go when room is needed. */
+void hx_park_disown(hx_park *p, const hx_park_name *name);
 
 /* A look comes by itself when another process has written, or no longer does. */
 typedef enum { HX_PARK_WRITE, HX_PARK_READ, HX_PARK_LOOK } hx_park_kind;
