@@ -797,7 +797,7 @@ static void test_compete(void **state)
     close(fd[1]);
     printf("%d files, %llu bytes written, at most %llu there\n", n_told,
            (unsigned long long)told, (unsigned long long)most);
-    assert_true(n_told > 100);
+    assert_true(n_told > 20);
     assert_true(told <= DAY);
     /* The lock's own bytes are not counted. A killed one's leftover goes when the next one
      * has the lock, before that writes. */
