@@ -26,6 +26,8 @@ try encode build/gpu/cuda_encode check
 try ops "$build/test/ops_test" --gpu
 # Through the model and the engine: wherever an expert ran, the same answer.
 try model "$build/test/model_test" cuda
+try graph "$build/test/graph_test" cuda
+try graph_real "$build/test/graph_test" cuda synthetic:glm-5.3-flash,layers=8,experts=16
 try store "$build/test/store_test" --gpu
 try lend "$build/test/lend_test" --gpu
 try lost "$build/test/health_test" test_lost cuda
