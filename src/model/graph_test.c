@@ -265,13 +265,13 @@ static void call(rig *r, const char *name, int64_t n, point p[N_POINT])
 
 enum { TO_BASE = -1 }; /* rows up to the first point */
 
+/* Calls begin on the grid of 64 rows, as the chunks of a GPU's KDA need it and the scheduler
+ * keeps it, or anywhere. */
 typedef struct {
     const char *name;
     int64_t rows[10]; /* of the calls; the last again and again */
-    bool
-        anywhere; /* calls begin anywhere; else on the grid of 64 rows, as the chunks of a
-                       * GPU's KDA need it and the scheduler keeps it */
-    int once;     /* where it is tried if not everywhere */
+    bool anywhere;
+    int once; /* where it is tried if not everywhere; above 1: short prompts need it not */
 } way;
 
 /* Calls of 1 and of 20 rows from here, and back: on the grid, short calls are last ones. */
@@ -326,6 +326,7 @@ static void read_ways(rig *r, int where, bool once, point p[N_POINT])
         { "20 rows", { 20 }, true, -1 },
         { "one by one", { 1 }, true, -1 },
     };
+
     for (size_t i = 0; i < HX_LEN(ways); i++)
         if (on_gpu() ? !ways[i].anywhere
             : once   ? ways[i].once == where
