@@ -42,8 +42,8 @@ HX_DEVICE void hx_cuda_lane_wait(const hx_cuda_lane &l)
             asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
             if ((int32_t)((uint32_t)answer - sent->jobs) >= 0)
                 break;
-            if ((int64_t)(now - start) > l.deadline_ns) { /* for this thread block, maybe */
-                const uint32_t late = sent->known + 1;
+            if ((int64_t)(now - start) > l.deadline_ns) {
+                const uint32_t late = sent->known + 1; /* for this thread block, maybe */
 
                 *(volatile uint32_t *)&sent->late = late;
                 *(volatile uint32_t *)&l.box->late = late;
