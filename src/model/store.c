@@ -348,8 +348,8 @@ static int first_tables(hx_store *s, hx_err *err)
             continue;
         at[i] = hx_store_lease(s, i, -1);
     }
-    if (rc == 0 && (rc = hx_dev_put(s->dev, s->at, at, s->at.n, err)) == 0)
-        rc = hx_dev_put(s->dev, s->resident, none, s->resident.n, err);
+    if (rc == 0 && (rc = hx_dev_put(s->dev, s->at, at, (size_t)n * sizeof *at, err)) == 0)
+        rc = hx_dev_put(s->dev, s->resident, none, (size_t)n * sizeof *none, err);
     if (rc == 0)
         rc = hx_dev_get(s->dev, none, s->resident, sizeof *none, err); /* at is free */
     hx_free(at);
