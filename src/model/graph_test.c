@@ -61,7 +61,7 @@ static void skew(rig *r)
 static void open_experts(rig *r, int64_t part, int64_t of)
 {
     size_t record;
-    const uint64_t all = hx_store_bytes(r->m, &record) / record;
+    const uint64_t bytes = hx_store_bytes(r->m, &record), all = bytes / record;
     const hx_store_opt opt = { .mode = HX_MODE_GPU_ONLY,
                                .slot_bytes = all * (uint64_t)part / (uint64_t)of * record,
                                .max_rows = 1,
