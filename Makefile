@@ -184,7 +184,7 @@ soak: all
 	@tests/suite_serving.sh $(BUILD) $(SOAK_SECONDS)
 
 # Everything that needs a GPU: kernels by themselves, then through the engine.
-GPU_TESTS := ops_test model_test store_test lend_test health_test
+GPU_TESTS := ops_test model_test graph_test store_test lend_test health_test
 test-gpu: deps-test
 	@$(MAKE) --no-print-directory CUDA=1 $(GPU_TESTS:%=$(BUILD)/test/%)
 	@ARCH="$(foreach a,$(ARCH),-gencode arch=$(a:sm_%=compute_%),code=$(a))" tests/gpu_all.sh $(BUILD)

@@ -34,6 +34,8 @@ if [ "$here" -ge 90 ]; then
 fi
 # Through the model and the engine: wherever an expert ran, the same answer.
 try model "$build/test/model_test" cuda
+try graph "$build/test/graph_test" cuda
+try graph_real "$build/test/graph_test" cuda synthetic:glm-5.3-flash,layers=8,experts=16
 try store "$build/test/store_test" --gpu
 try lend "$build/test/lend_test" --gpu
 try lost "$build/test/health_test" test_lost cuda

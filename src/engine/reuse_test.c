@@ -15,7 +15,7 @@
 #define DEMO  "models/demo-exl3"
 #define N_MAX 8192
 
-static const char *device; /* NULL: cpu */
+static const char *device = "cpu";
 
 static hx_engine *open_with(const hx_options *more)
 {
@@ -1107,6 +1107,6 @@ int main(int argc, char **argv)
 
     if (argc > 1)
         cmocka_set_test_filter(argv[1]);
-    device = argc > 2 ? argv[2] : NULL;
+    device = argc > 2 ? argv[2] : device;
     return cmocka_run_group_tests_name("reuse", tests, NULL, NULL);
 }
