@@ -721,23 +721,57 @@ static bool is_below(hx_str path, const char *folder)
     return path.n > n && memcmp(path.p, folder, n) == 0;
 }
 
+/* The call of an exchange, with the shape of its errors. */
+static void init_call(hx_call *c, hx_server *s, hx_exchange *x, const route *r)
+{
+    *c = (hx_call) { .server = s, .x = x, .start_us = hx_now_us() };
+    snprintf(c->method, sizeof c->method, "%.*s", (int)HX_MIN(x->method.n, 15u),
+             x->method.p);
+    snprintf(c->path, sizeof c->path, "%.*s", (int)HX_MIN(x->path.n, 199u), x->path.p);
+    hx_server_new_id(s, "req_", x->request_id);
+    if (r != NULL)
+        c->put_problem = r->problem;
+    else if (is_below(x->path, "/api/"))
+        c->put_problem = hx_ollama_write_problem;
+    else if (is_below(x->path, "/v1/messages/") || is_below(x->path, "/messages/"))
+        c->put_problem = hx_anthropic_write_problem;
+}
+
+/* Logs and says why a request goes no further; loop thread. */
+static void turn_away(hx_call *c, const route *r)
+{
+    c->status = c->problem.status;
+    log_call(c);
+    if (c->status == 405)
+        reply_problem(c, r->method[0] == 'G' ? "Allow: GET, HEAD, OPTIONS\r\n"
+                                             : "Allow: POST, OPTIONS\r\n");
+    else if (c->status == 401)
+        reply_problem(c, "WWW-Authenticate: Bearer\r\n");
+    else
+        hx_server_reply_problem(c);
+}
+
+/* For http.c. A stranger hears of the key alone. */
+static void refuse_early(void *ud, hx_exchange *x, int status, const char *code,
+                         const char *why)
+{
+    const route *r = find_route(x->method, x->path);
+    hx_call c;
+
+    init_call(&c, ud, x, r);
+    if (check_key(ud, r, &c) == 0)
+        hx_server_problem(&c, status, NULL, code, "%s", why);
+    turn_away(&c, r);
+}
+
 /* The handler of http.c; loop thread. */
 static void route_request(void *ud, hx_exchange *x)
 {
     hx_server *s = ud;
     const route *r = find_route(x->method, x->path);
-    hx_call c = { .server = s, .x = x, .start_us = hx_now_us() };
+    hx_call c;
 
-    snprintf(c.method, sizeof c.method, "%.*s", (int)HX_MIN(x->method.n, 15u),
-             x->method.p);
-    snprintf(c.path, sizeof c.path, "%.*s", (int)HX_MIN(x->path.n, 199u), x->path.p);
-    hx_server_new_id(s, "req_", x->request_id);
-    if (r != NULL)
-        c.put_problem = r->problem;
-    else if (is_below(x->path, "/api/"))
-        c.put_problem = hx_ollama_write_problem;
-    else if (is_below(x->path, "/v1/messages/") || is_below(x->path, "/messages/"))
-        c.put_problem = hx_anthropic_write_problem;
+    init_call(&c, s, x, r);
     if (refuse(s, x, r, &c) == 0) {
         if (r->early) {
             answer_early(&c, r);
@@ -750,15 +784,7 @@ static void route_request(void *ud, hx_exchange *x)
             return;
         hx_server_problem(&c, 503, NULL, "out_of_memory", "server: no worker is free");
     }
-    c.status = c.problem.status;
-    log_call(&c);
-    if (c.status == 405)
-        reply_problem(&c, r->method[0] == 'G' ? "Allow: GET, HEAD, OPTIONS\r\n"
-                                              : "Allow: POST, OPTIONS\r\n");
-    else if (c.status == 401)
-        reply_problem(&c, "WWW-Authenticate: Bearer\r\n");
-    else
-        hx_server_reply_problem(&c);
+    turn_away(&c, r);
 }
 
 /* ---- workers ----------------------------------------------------------- */
@@ -1005,6 +1031,7 @@ int hx_server_open(hx_server **out, const hx_server_opt *opt, hx_err *err)
                                .tls_key = opt->tls_key,
                                .cors = opt->cors,
                                .admit = admit,
+                               .refuse = refuse_early,
                                .on_stop = end_held,
                                .max_body_bytes = opt->max_body_bytes,
                                .max_connections = opt->max_connections,

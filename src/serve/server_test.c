@@ -180,6 +180,49 @@ static void test_key(void **state)
     stop(f);
 }
 
+/* What is refused before its body has come is refused in the words of its path's API. */
+static void test_early(void **state)
+{
+#define KEY "x-api-key: secret\r\n"
+#define BIG "Content-Length: 40000000\r\n"
+    static const struct {
+        const char *path, *headers;
+        int status;
+        const char *at, *says;
+    } cases[] = {
+        { "/v1/messages", KEY BIG, 413, "error.type", "request_too_large" },
+        { "/v1/messages", BIG, 401, "error.type", "authentication_error" },
+        { "/v1/messages", "Content-Length: 9\r\n", 401, "type", "error" },
+        { "/api/chat", KEY BIG, 413, "error",
+          "request body of more than 33554432 bytes" },
+        { "/api/chat", "Content-Length: 9\r\n", 401, "error",
+          "API key: missing or wrong; send Authorization: Bearer KEY" },
+        { "/api/none", KEY BIG, 413, "error",
+          "request body of more than 33554432 bytes" },
+        { "/v1/chat/completions", KEY BIG, 413, "error.code", "request_too_large" },
+        { "/flush_cache", KEY "Content-Length: 9\r\n", 403, "error.code", "forbidden" },
+    };
+#undef KEY
+#undef BIG
+    fixture *f =
+        start(&(hx_server_opt) { .api_key = "secret", .admin_key = "admin" }, 1, 1, 100);
+
+    (void)state;
+    for (size_t i = 0; i < HX_LEN(cases); i++) {
+        const int fd = dial(f->port);
+
+        send_request(fd, "POST", cases[i].path, cases[i].headers, NULL);
+        response *r = receive(fd);
+        assert_int_equal(r->status, cases[i].status);
+        assert_str(r->json, cases[i].at, cases[i].says);
+        assert_int_equal(strstr(r->raw.p, "\r\nWWW-Authenticate: Bearer") != NULL,
+                         r->status == 401);
+        assert_non_null(strstr(r->raw.p, "\r\nrequest-id: req_"));
+        done(r);
+    }
+    stop(f);
+}
+
 /* ---- requests ------------------------------------------------------------ */
 
 #define USER "\"messages\":[{\"role\":\"user\",\"content\":\"x\"}]"
@@ -1493,7 +1536,7 @@ int main(void)
         cmocka_unit_test(test_slow_client), cmocka_unit_test(test_vanish),
         cmocka_unit_test(test_many),        cmocka_unit_test(test_cost),
         cmocka_unit_test(test_drain),       cmocka_unit_test(test_cut_off),
-        cmocka_unit_test(test_no_leaks),
+        cmocka_unit_test(test_early),       cmocka_unit_test(test_no_leaks),
     };
 
     return cmocka_run_group_tests_name("server", tests, NULL, NULL);
