@@ -10,6 +10,8 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include <sys/ioctl.h>
+
 #include "cli/cli.h"
 
 /* ---- tables ----------------------------------------------------------- */
@@ -513,6 +515,23 @@ void cli_bytes(char out[32], uint64_t n)
     snprintf(out, 32, u == 0 ? "%.0f %s" : "%.1f %s", v, unit[u]);
 }
 
+void cli_progress(const char *fmt, ...)
+{
+    struct winsize size = { 0 };
+    char line[128];
+    int width = 79;
+    va_list ap;
+
+    if (isatty(2) != 1)
+        return;
+    if (ioctl(2, TIOCGWINSZ, &size) == 0 && size.ws_col > 0)
+        width = HX_MIN(width, size.ws_col - 1);
+    va_start(ap, fmt);
+    vsnprintf(line, sizeof line, fmt, ap);
+    va_end(ap);
+    fprintf(stderr, "\r%-*.*s\r", width, width, line);
+}
+
 static int32_t find_token(void *ud, hx_str text)
 {
     return hx_token_id(ud, text);
@@ -608,7 +627,6 @@ static const char *demo_model(char *path, size_t cap)
 
 typedef struct {
     int64_t start_us, last_us;
-    bool person;
     hx_load_fn *also;
     void *ud;
 } load_view;
@@ -624,16 +642,16 @@ static void on_load(void *ud, uint64_t done, uint64_t total)
 
     if (v->also != NULL)
         v->also(v->ud, done, total);
-    if (!v->person || now - v->start_us < 300000 ||
-        (now - v->last_us < 100000 && done < total))
+    if (now - v->start_us < 300000 || (now - v->last_us < 100000 && done < total))
         return;
     v->last_us = now;
     cli_bytes(a, done);
     cli_bytes(b, total);
-    fprintf(stderr, "\rloading [%.*s%*s] %s of %s ", full,
-            "##############################", width - full, "", a, b);
     if (done == total)
-        fprintf(stderr, "\r%70s\r", "");
+        cli_progress(" ");
+    else
+        cli_progress("loading %s of %s [%.*s%*s]", a, b, full,
+                     "##############################", width - full, "");
 }
 
 /* Five times in microseconds, like "2,190,240,60,20". */
@@ -652,9 +670,7 @@ static bool read_costs(const char *s, float out[5])
 
 int cli_open_engine(hx_engine **out, const hx_cli *c, hx_load_fn *also, void *ud)
 {
-    load_view view = {
-        .start_us = hx_now_us(), .person = isatty(2) == 1, .also = also, .ud = ud
-    };
+    load_view view = { .start_us = hx_now_us(), .also = also, .ud = ud };
     hx_options opt = { .model_dir = c->model,
                        .device = c->device,
                        .cpu_isa = c->isa,

@@ -296,13 +296,13 @@ static void print_figures(const hx_event *ev)
             (double)(ev->generated - 1) / HX_MAX(made_s, 1e-6), why[ev->stop]);
 }
 
-static void show_progress(const hx_event *ev)
+void cli_show_reading(const hx_event *ev)
 {
-    if (isatty(2) == 1 && ev->prompt > 2048 && ev->prefilled < ev->prompt)
-        fprintf(stderr, "\rreading prompt: %lld of %lld tokens ",
-                (long long)ev->prefilled, (long long)ev->prompt);
-    else if (isatty(2) == 1 && ev->prompt > 2048)
-        fprintf(stderr, "\r%60s\r", "");
+    if (ev->prompt > 2048 && ev->prefilled < ev->prompt)
+        cli_progress("reading prompt: %lld of %lld tokens", (long long)ev->prefilled,
+                     (long long)ev->prompt);
+    else if (ev->prompt > 2048)
+        cli_progress(" ");
 }
 
 static int generate(hx_engine *e, const hx_cli *c, const int32_t *ids, int64_t n)
@@ -335,7 +335,7 @@ static int generate(hx_engine *e, const hx_cli *c, const int32_t *ids, int64_t n
     do {
         hx_next(s, &ev, -1);
         if (ev.kind == HX_EV_PROGRESS)
-            show_progress(&ev);
+            cli_show_reading(&ev);
         else if (ev.kind == HX_EV_TOKENS && c->raw)
             print_raw(e, &ev, &utf8);
         else if (ev.kind == HX_EV_TOKENS)
