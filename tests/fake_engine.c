@@ -49,7 +49,7 @@ struct hx_stream {
     char *text;
     int32_t n_token, n_out, n_taken, error_after;
     int64_t delay_us, prefill_us, due_us;
-    bool running, cancelled, ended, failed, end_thinking;
+    bool running, cancelled, ended, failed, late, end_thinking;
     hx_stop stop_why;
     int32_t stop_at; /* TEXT: which */
     hx_times times;
@@ -401,6 +401,10 @@ static void fake_step(hx_stream *s, int64_t now)
 
     if (s->cancelled) {
         fake_end(s, HX_STOP_CANCEL);
+    } else if (s->req.deadline_ms != 0 &&
+               now - s->times.queued_us > s->req.deadline_ms * 1000) {
+        s->failed = s->late = true;
+        fake_end(s, HX_STOP_NONE);
     } else if (!s->running && e->n_running < e->info.max_streams) {
         s->running = true;
         e->n_running++;
@@ -549,7 +553,9 @@ int hx_next(hx_stream *s, hx_event *ev, int timeout_ms)
         ev->kind = s->failed ? HX_EV_ERROR : HX_EV_DONE;
         ev->stop = s->stop_why;
         ev->stop_index = ev->stop == HX_STOP_TEXT ? s->stop_at : -1;
-        if (s->failed)
+        if (s->late)
+            hx_fail(&ev->err, HX_ELIMIT, "deadline: it has passed");
+        else if (s->failed)
             hx_fail(&ev->err, HX_EDEVICE, "device: broke as the script says");
     } else {
         got = 0;

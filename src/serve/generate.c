@@ -617,9 +617,12 @@ static void end(hx_gen *g, int rc, const hx_err *err)
         if (!g->answer[i].done)
             c->n_answer += g->answer[i].n_token;
     }
-    if (rc != 0 && !gone)
-        hx_server_problem(c, rc == HX_ENOMEM || rc == HX_ECANCEL ? 503 : 500, NULL,
-                          rc == HX_ECANCEL ? "shutting_down" : "engine_error", "%s",
+    if (!gone && rc == HX_ECANCEL)
+        hx_server_problem(c, 503, NULL, "shutting_down", "%s", err->msg);
+    else if (!gone && rc == HX_ELIMIT && g->req.sampling.deadline_ms != 0)
+        hx_server_problem(c, 504, NULL, "timeout", "%s", err->msg);
+    else if (!gone && rc != 0)
+        hx_server_problem(c, rc == HX_ENOMEM ? 503 : 500, NULL, "engine_error", "%s",
                           err->msg);
     g->rc = g->sink.end(g->sink.ud, gone ? HX_ECANCEL : rc == 0 ? 0 : HX_EARG);
     hx_gen_close(g);

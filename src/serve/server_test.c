@@ -862,6 +862,8 @@ static void test_completions_refused(void **state)
 
 /* ---- other dialects ------------------------------------------------------ */
 
+#define NEVER "\"[[{prefill=60000}a]]\"" /* beside a deadline */
+
 static void test_dialects(void **state)
 {
     static const struct {
@@ -899,6 +901,19 @@ static void test_dialects(void **state)
         { "/api/chat", "{\"messages\":7}", 400, "{\"error\":\"messages" },
         { "/api/chat", "{" USER ",\"stream\":1}", 400, "{\"error\":\"stream" },
         { "/api/nothing", "{}", 404, "{\"error\":\"no such path" },
+        { "/v1/completions", "{\"prompt\":" NEVER ",\"deadline_ms\":30}", 504,
+          "\"type\":\"server_error\",\"param\":null,\"code\":\"timeout\"" },
+        { "/v1/messages",
+          "{\"max_tokens\":9,\"messages\":[{\"role\":\"user\",\"content\":" NEVER
+          "}],\"deadline_ms\":30}",
+          504, "\"type\":\"timeout_error\"" },
+        { "/v1/responses", "{\"input\":" NEVER ",\"deadline_ms\":30,\"stream\":true}",
+          200, "\"code\":\"timeout\"" },
+        { "/generate", "{\"text\":" NEVER ",\"sampling_params\":{\"deadline_ms\":30}}",
+          504, "\"code\":\"timeout\"" },
+        { "/api/generate",
+          "{\"prompt\":" NEVER ",\"options\":{\"deadline_ms\":30},\"stream\":false}", 504,
+          "{\"error\":\"deadline: it has passed\"}" },
         { "/apply-template", "{" USER "}", 200, "{\"prompt\":\"user:x;<think>\"}" },
     };
     fixture *f = start(NULL, 4, 16, 4096);
