@@ -26,6 +26,11 @@ check help_command 0 'usage: hoist run MODEL' "$hoist" help run
 check option_equals 1 '^hoist: /nowhere: no such folder' "$hoist" run --seed=5 /nowhere -p=x
 check option_equals_bad 2 'port: "banana", expected an integer' "$hoist" serve --port=banana
 check flag_equals 2 'quiet takes no value' "$hoist" serve --quiet=1
+check option_empty 2 '^hoist: -p: empty, expected TEXT' "$hoist" run $demo -p "$unset"
+check option_empty_name 2 'served-name: empty, expected NAME' "$hoist" serve --served-name=
+check word_empty 2 'found an empty word, expected \[MODEL\]' "$hoist" serve "$unset"
+check prompt_bytes 2 '^hoist: -p: is not UTF-8' "$hoist" run $demo -p $'a\xff'
+check words_missing 2 'quantize needs IN OUT --bits K --calib FILE' "$hoist" quantize
 check option_at_end 2 'port needs a value' "$hoist" serve --port
 check connect_words 2 'unexpected word "x"' "$hoist" connect codex x
 check size_zero 2 'park-ram: found 0, expected a size: .* \(an eighth' "$hoist" serve --park-ram 0

@@ -391,6 +391,8 @@ static int set_option(hx_cli *c, const option *o, const char *value, hx_err *err
         *(bool *)(void *)at = true;
         return 0;
     case OPT_STR:
+        if (*value == '\0')
+            return hx_fail(err, HX_EARG, "%s: empty, expected %s", o->name, o->arg);
         memcpy(at, &value, sizeof value);
         return 0;
     case OPT_INT:
@@ -422,6 +424,8 @@ static int set_word(hx_cli *c, const command *cmd, const char *word, hx_err *err
                        strcmp(word, "prefill") == 0 || strcmp(word, "serve") == 0 ||
                        strcmp(word, "compare") == 0 || strcmp(word, "trace") == 0);
 
+    if (*word == '\0')
+        return hx_fail(err, HX_EARG, "found an empty word, expected %s", cmd->args);
     if (what || (cmd->bit == CONNECT && c->what == NULL))
         c->what = word;
     else if (c->model == NULL && cmd->bit != CONNECT)
@@ -823,7 +827,7 @@ static int run_command(int argc, char **argv)
         c.model = demo_model(demo, sizeof demo);
     if (c.model == NULL && cmd->bit != CONNECT) {
         fprintf(stderr, "hoist: %s needs %s; see hoist %s --help\n", cmd->name,
-                cmd->bit == PULL ? cmd->args : "a MODEL", cmd->name);
+                cmd->args[0] == '[' ? "a MODEL" : cmd->args, cmd->name);
         return 2;
     }
     return cmd->run(&c);

@@ -370,6 +370,10 @@ int cmd_run(const hx_cli *c)
         fprintf(stderr, "hoist: run needs a prompt: -p TEXT\n");
         return 2;
     }
+    if (c->prompt != NULL && !hx_utf8_ok(c->prompt, strlen(c->prompt))) {
+        fprintf(stderr, "hoist: -p: is not UTF-8\n");
+        return 2;
+    }
     if ((rc = cli_open_engine(&e, &one, NULL, NULL)) != 0)
         return rc;
     if (c->replay != NULL) {

@@ -982,6 +982,7 @@ static void test_engine_error(void **state)
     assert_str(last(e), "response.error.code", "engine_error");
     assert_non_null(strstr(str_at(last(e), "response.error.message"), "broke"));
     assert_str(last(e), "response.output.0.content.0.text", "a");
+    assert_str(last(e), "response.output.0.status", "incomplete");
     snprintf(path, sizeof path, "/v1/responses/%s", str_at(last(e), "response.id"));
     free_events(e);
     done(r);
