@@ -143,7 +143,7 @@ static int answer(chat *t, const int32_t *ids, int64_t n, hx_err *err)
     t->content.n = t->reasoning.n = 0;
     interrupted = 0;
     do {
-        if (interrupted)
+        if (interrupted || ferror(stdout))
             hx_cancel(s);
         if (hx_next(s, &ev, 100) != 1)
             continue;
@@ -276,7 +276,7 @@ static void loop(chat *t)
     hx_sb text = { 0 };
     bool bad;
 
-    for (;;) {
+    while (!ferror(stdout)) {
         if (t->person) {
             printf("> ");
             fflush(stdout);

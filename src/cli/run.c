@@ -340,6 +340,8 @@ static int generate(hx_engine *e, const hx_cli *c, const int32_t *ids, int64_t n
             print_raw(e, &ev, &utf8);
         else if (ev.kind == HX_EV_TOKENS)
             cli_reply_feed(reply, &ev, print_reply, &reasoning, &err);
+        if (ferror(stdout))
+            hx_cancel(s); /* nobody reads on: `| head` */
     } while (ev.kind != HX_EV_DONE && ev.kind != HX_EV_ERROR);
     if (reply != NULL)
         hx_reply_end(reply, print_reply, &reasoning, NULL, &err);
