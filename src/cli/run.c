@@ -15,8 +15,9 @@ typedef struct {
     const hx_cli *c;
     hx_server *server;
     hx_engine *engine;
-    _Atomic bool opened; /* engine is there */
-    _Atomic bool stop;   /* ends a download */
+    _Atomic bool opening; /* the engine is on its way */
+    _Atomic bool opened;  /* it is there */
+    _Atomic bool stop;    /* ends a download */
     int rc;
 } loader;
 
@@ -83,7 +84,10 @@ static void *load(void *ud)
         return NULL;
     }
     start = hx_now_us();
-    if ((l->rc = cli_open_engine(&l->engine, l->c, on_load, l->server)) != 0) {
+    atomic_store(&l->opening, true);
+    l->rc = cli_open_engine(&l->engine, l->c, on_load, l->server);
+    atomic_store(&l->opening, false);
+    if (l->rc != 0) {
         hx_server_stop(l->server);
         return NULL;
     }
@@ -204,6 +208,10 @@ int cmd_serve(const hx_cli *c)
     }
     rc = hx_server_run(l.server, &err);
     atomic_store(&l.stop, true);
+    if (atomic_load(&l.opening)) { /* cannot be called off; nothing is lost with it */
+        fflush(stdout);
+        _exit(rc != 0 ? cli_fail(&err) : 0);
+    }
     pthread_join(load_thread, NULL);
     pthread_kill(signal_thread, SIGTERM);
     pthread_join(signal_thread, NULL);
