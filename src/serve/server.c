@@ -573,18 +573,34 @@ static bool path_matches(const char *pattern, hx_str path)
     return hx_str_is(path, pattern);
 }
 
+static hx_str without_v1(hx_str path)
+{
+    if (path.n == 3 && memcmp(path.p, "/v1", 3) == 0)
+        return HX_STR("/");
+    if (path.n > 3 && memcmp(path.p, "/v1/", 4) == 0)
+        return (hx_str) { path.p + 3, path.n - 3 };
+    return path;
+}
+
+/* "GET, DELETE" */
+static void list_methods(hx_str path, char out[40])
+{
+    size_t n = 0;
+
+    path = without_v1(path);
+    out[0] = '\0';
+    for (size_t i = 0; i < HX_LEN(routes); i++)
+        if (path_matches(routes[i].path, path) && strstr(out, routes[i].method) == NULL)
+            n += (size_t)snprintf(out + n, 40 - n, "%s%s", n > 0 ? ", " : "",
+                                  routes[i].method);
+}
+
 /* The path's row for the method; else one of its rows for another; else NULL. */
 static const route *find_route(hx_str method, hx_str path)
 {
     const route *other = NULL;
 
-    if (path.n >= 3 && memcmp(path.p, "/v1", 3) == 0 &&
-        (path.n == 3 || path.p[3] == '/')) {
-        path.p += 3;
-        path.n -= 3;
-        if (path.n == 0)
-            path = HX_STR("/");
-    }
+    path = without_v1(path);
     for (size_t i = 0; i < HX_LEN(routes); i++) {
         if (!path_matches(routes[i].path, path))
             continue;
@@ -685,14 +701,18 @@ static int loading(hx_call *c)
 /* Notes why a request cannot be handed to a worker; 0 when it can. */
 static int refuse(hx_server *s, const hx_exchange *x, const route *r, hx_call *c)
 {
+    char methods[40];
+
     if (check_key(s, r, c) != 0)
         return HX_EARG;
     if (r == NULL)
         return hx_server_problem(c, 404, NULL, "not_found", "no such path: %.*s",
                                  (int)HX_MIN(x->path.n, 100u), x->path.p);
-    if (!hx_str_is(x->method, r->method))
+    if (!hx_str_is(x->method, r->method)) {
+        list_methods(x->path, methods);
         return hx_server_problem(c, 405, NULL, "method_not_allowed", "%.*s takes %s only",
-                                 (int)HX_MIN(x->path.n, 100u), x->path.p, r->method);
+                                 (int)HX_MIN(x->path.n, 100u), x->path.p, methods);
+    }
     if (!r->early && r->form == NULL && !atomic_load(&s->ready))
         return loading(c);
     if (atomic_load(&s->draining) && !r->early)
@@ -738,17 +758,22 @@ static void init_call(hx_call *c, hx_server *s, hx_exchange *x, const route *r)
 }
 
 /* Logs and says why a request goes no further; loop thread. */
-static void turn_away(hx_call *c, const route *r)
+static void turn_away(hx_call *c)
 {
+    char methods[40], allow[80];
+
     c->status = c->problem.status;
     log_call(c);
-    if (c->status == 405)
-        reply_problem(c, r->method[0] == 'G' ? "Allow: GET, HEAD, OPTIONS\r\n"
-                                             : "Allow: POST, OPTIONS\r\n");
-    else if (c->status == 401)
+    if (c->status == 405) {
+        list_methods(c->x->path, methods);
+        snprintf(allow, sizeof allow, "Allow: %s%s, OPTIONS\r\n", methods,
+                 strstr(methods, "GET") != NULL ? ", HEAD" : "");
+        reply_problem(c, allow);
+    } else if (c->status == 401) {
         reply_problem(c, "WWW-Authenticate: Bearer\r\n");
-    else
+    } else {
         hx_server_reply_problem(c);
+    }
 }
 
 /* For http.c. A stranger hears of the key alone. */
@@ -761,7 +786,7 @@ static void refuse_early(void *ud, hx_exchange *x, int status, const char *code,
     init_call(&c, ud, x, r);
     if (check_key(ud, r, &c) == 0)
         hx_server_problem(&c, status, NULL, code, "%s", why);
-    turn_away(&c, r);
+    turn_away(&c);
 }
 
 /* The handler of http.c; loop thread. */
@@ -784,7 +809,7 @@ static void route_request(void *ud, hx_exchange *x)
             return;
         hx_server_problem(&c, 503, NULL, "out_of_memory", "server: no worker is free");
     }
-    turn_away(&c, r);
+    turn_away(&c);
 }
 
 /* ---- workers ----------------------------------------------------------- */

@@ -121,6 +121,7 @@ static void test_routes(void **state)
         { "POST", "/detokenize", "{\"tokens\":\"x\"}", 400, "\"tokens\"" },
         { "POST", "/v1/chat/completions/",
           "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}]}", 200, "ok" },
+        { "PUT", "/v1/responses/x", "", 405, "takes GET, DELETE, POST only" },
         { "POST", "/chat/completions",
           "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}]}", 200, "ok" },
         { "POST", "/completions", "{\"prompt\":\"x\"}", 200, "text_completion" },
