@@ -636,7 +636,8 @@ typedef struct {
     bool newest_first;
     hx_str after; /* id of the item before the first, or {NULL, 0} */
 } hx_item_page;
-/* A list object of the items that a response went on from. */
+/* A list object of the items that a response went on from. HX_EFORMAT: after is none of
+ * them. */
 int hx_response_store_inputs(hx_responses *s, hx_str id, const hx_item_page *page,
                              hx_sb *out);
 
