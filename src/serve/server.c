@@ -342,13 +342,18 @@ static void write_model(hx_sb *b, const hx_server *s)
         calls ? "true" : "false", calls ? "true" : "false", calls ? "true" : "false");
 }
 
+/* Codex says its version, and an error whenever a list of its own is missing. */
 static int models(hx_call *c)
 {
+    static const char codex[] = "client_version=";
+    const hx_str q = c->x->query;
     hx_sb b = { 0 };
 
     hx_sb_str(&b, "{\"object\":\"list\",\"data\":[");
     write_model(&b, c->server);
-    hx_sb_str(&b, "]}");
+    hx_sb_str(&b, q.n > 0 && memmem(q.p, q.n, codex, sizeof codex - 1) != NULL
+                      ? "],\"models\":[]}"
+                      : "]}");
     hx_server_reply_json(c, &b);
     hx_sb_free(&b);
     return 0;
