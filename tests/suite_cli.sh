@@ -51,6 +51,8 @@ check full_output 1 'standard output: No space left' bash -c "$hoist inspect $de
 check closed_output 1 'standard output: Bad file' bash -c "$hoist run $demo -p x -n 2 >&-"
 check stop_loading 0 '^gone$' bash -c "$hoist serve synthetic:glm-5.3-flash,layers=6,experts=8 --port 0 & sleep 1; kill %1
     for i in {1..30}; do kill -0 %1 2>/dev/null || { echo gone; exit; }; sleep 0.1; done; kill -9 %1"
+check ipv6_url 0 'serving on http://\[::1\]:|not (available|supported)' \
+    bash -c "$hoist serve $demo --host ::1 --port 0 & sleep 3; kill %1; wait"
 check left_answer 0 'cancelled$' bash -c "$hoist run $demo -p 'In the beginning God' --raw --temp 0 | head -c 5"
 check left_chat 0 '^I write' timeout 20 bash -c "yes 'Tell a story' | $hoist chat $demo | head -c 80 | sed 's/.*think.*/I write/'"
 check left_output 0 '^Hello' bash -c "set -o pipefail; $hoist bench decode $demo -n 4 --streams 1 | head -n 1 | sed 's/.*/Hello/'"

@@ -77,6 +77,7 @@ static void *load(void *ud)
 {
     loader *l = ud;
     int64_t start;
+    const char *host = l->c->host != NULL ? l->c->host : "127.0.0.1";
     hx_info info;
 
     if (l->c->pull != NULL && (l->rc = fill_folder(l)) != 0) {
@@ -100,8 +101,10 @@ static void *load(void *ud)
     if (l->c->unix_path != NULL)
         printf("serving on unix:%s\n", l->c->unix_path);
     else
-        printf("serving on http%s://%s:%d\n", l->c->tls_cert != NULL ? "s" : "",
-               l->c->host ? l->c->host : "127.0.0.1", hx_server_port(l->server));
+        printf(strchr(host, ':') != NULL && host[0] != '[' ? "serving on %s://[%s]:%d\n"
+                                                           : "serving on %s://%s:%d\n",
+               l->c->tls_cert != NULL ? "https" : "http", host,
+               hx_server_port(l->server));
     fflush(stdout);
     return NULL;
 }
