@@ -178,7 +178,8 @@ def test_write_keeps():
     os.makedirs(os.path.dirname(zed))
     for text in ('// mine\n{"a": 1}', '[1]', '{"a": 1,}'):
         open(zed, 'w').write(text)
-        assert 'by hand' in connect('zed', '--write', '--home', h, answer='y\n', rc=1)[1]
+        out, err = connect('zed', '--write', '--home', h, answer='y\n', rc=1)
+        assert 'by hand' in err and '# then' not in out
         assert open(zed).read() == text
     open(f'{h}/.aider.conf.yml', 'w').write('dark-mode: true\n')
     assert 'by hand' in connect('aider', '--write', '--home', h, answer='y\n', rc=1)[1]

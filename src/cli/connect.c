@@ -552,7 +552,7 @@ static int show(const client *k, const server *s, const hx_cli *c, const char *h
             rc = write_part(p, home, (hx_str) { text.p, text.n }, err);
         hx_sb_free(&text);
     }
-    if (k->after != NULL)
+    if (rc == 0 && k->after != NULL)
         printf("# then: %s\n", k->after);
     return rc;
 }
