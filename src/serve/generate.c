@@ -604,6 +604,13 @@ bool hx_gen_end_thinking(hx_pump *p, hx_str id)
     return g != NULL;
 }
 
+static bool is_late(const hx_gen *g)
+{
+    const int64_t ms = g->req.sampling.deadline_ms;
+
+    return ms > 0 && hx_now_us() - g->call->start_us > ms * 1000;
+}
+
 /* No callback comes any more; one that came before has left g in the stack at most. */
 static void end(hx_gen *g, int rc, const hx_err *err)
 {
@@ -619,7 +626,7 @@ static void end(hx_gen *g, int rc, const hx_err *err)
     }
     if (!gone && rc == HX_ECANCEL)
         hx_server_problem(c, 503, NULL, "shutting_down", "%s", err->msg);
-    else if (!gone && rc == HX_ELIMIT && g->req.sampling.deadline_ms != 0)
+    else if (!gone && rc == HX_ELIMIT && is_late(g))
         hx_server_problem(c, 504, NULL, "timeout", "%s", err->msg);
     else if (!gone && rc != 0)
         hx_server_problem(c, rc == HX_ENOMEM ? 503 : 500, NULL, "engine_error", "%s",
