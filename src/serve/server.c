@@ -158,13 +158,19 @@ static void reply_problem(hx_call *c, const char *headers)
     hx_sb_free(&b);
 }
 
-/* When to come again: what one more request would wait by now, 2 to 600 seconds. */
+/* When to come again, 2 to 600 seconds: what one more request would wait by now, or what
+ * is left of loading at the rate so far. */
 static const char *retry_after(const hx_server *s, char out[40])
 {
+    const double done = (double)atomic_load(&s->load_done),
+                 all = (double)atomic_load(&s->load_total);
     hx_status st = { 0 };
 
     if (atomic_load(&s->ready))
         hx_get_status(s->engine, &st);
+    else if (done > 0)
+        st.wait_ms = (int64_t)HX_MIN(
+            (double)(hx_now_us() - s->open_us) / 1e3 * (all - done) / done, 1e6);
     snprintf(out, 40, "Retry-After: %lld\r\n",
              (long long)HX_MIN(HX_MAX((st.wait_ms + 999) / 1000, 2), 600));
     return out;

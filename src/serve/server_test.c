@@ -37,6 +37,10 @@ static void test_loading(void **state)
     assert_str(r->json, "error.code", "model_loading");
     assert_str(r->json, "error.type", "server_error");
     done(r);
+    hx_server_set_loading(f.server, 1, 100000000);
+    r = post(&f, "/v1/chat/completions", "{}");
+    assert_non_null(strstr(r->raw.p, "Retry-After: 600"));
+    done(r);
     r = request(&f, "GET", "/", NULL);
     assert_int_equal(r->status, 200);
     done(r);
