@@ -49,7 +49,8 @@ struct hx_stream {
     char *text;
     int32_t n_token, n_out, n_taken, error_after;
     int64_t delay_us, prefill_us, due_us;
-    bool running, cancelled, ended, failed, late, end_thinking;
+    bool running, cancelled, ended, failed, late, end_thinking, told;
+    int32_t place; /* in the queue, at first */
     hx_stop stop_why;
     int32_t stop_at; /* TEXT: which */
     hx_times times;
@@ -515,7 +516,7 @@ int hx_submit(hx_engine *e, const hx_request *r, hx_stream **out, hx_err *err)
         }
     }
     s->times.queued_us = hx_now_us();
-    e->n_waiting++;
+    s->place = e->n_waiting++;
     int32_t free_slot = 0;
     while (e->slot[free_slot] != NULL)
         hx_assert(++free_slot < FAKE_SLOTS);
@@ -524,6 +525,13 @@ int hx_submit(hx_engine *e, const hx_request *r, hx_stream **out, hx_err *err)
     pthread_mutex_unlock(&e->lock);
     *out = s;
     return 0;
+}
+
+/* One that has to wait says once where. Under lock. */
+static bool fake_has_place(const hx_stream *s)
+{
+    return s->req.progress && !s->running && !s->told &&
+           s->e->n_running == s->e->info.max_streams;
 }
 
 int hx_next(hx_stream *s, hx_event *ev, int timeout_ms)
@@ -557,6 +565,11 @@ int hx_next(hx_stream *s, hx_event *ev, int timeout_ms)
             hx_fail(&ev->err, HX_ELIMIT, "deadline: it has passed");
         else if (s->failed)
             hx_fail(&ev->err, HX_EDEVICE, "device: broke as the script says");
+    } else if (fake_has_place(s)) {
+        s->told = true;
+        ev->kind = HX_EV_PROGRESS;
+        ev->queue = s->place;
+        ev->eta_ms = -1;
     } else {
         got = 0;
     }
@@ -569,7 +582,7 @@ void hx_on_ready(hx_stream *s, void (*fn)(void *ud), void *ud)
     pthread_mutex_lock(&s->e->lock);
     s->ready = fn;
     s->ready_ud = ud;
-    if (fn != NULL && (s->n_taken < s->n_out || s->ended))
+    if (fn != NULL && (s->n_taken < s->n_out || s->ended || fake_has_place(s)))
         fn(ud);
     pthread_mutex_unlock(&s->e->lock);
 }

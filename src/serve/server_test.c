@@ -997,7 +997,8 @@ static void test_queue_full(void **state)
 {
     fixture *f = start(NULL, 1, 1, 4096);
     const int a = dial(f->port), b = dial(f->port);
-    static const char slow[] = "{\"prompt\":\"[[{prefill=60000}a|b]]\"}";
+    static const char slow[] = "{\"prompt\":\"[[{prefill=60000}a|b]]\"}",
+                      later[] = "{\"prompt\":\"[[a]]\",\"stream\":true}";
     static const struct {
         const char *path, *body;
     } refused[] = {
@@ -1009,13 +1010,21 @@ static void test_queue_full(void **state)
         { "/v1/chat/completions",
           "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}],\"stream\":true}" },
     };
+    char head[2000] = "";
+    size_t n = 0;
     response *r;
 
     (void)state;
     send_request(a, "POST", "/v1/completions", NULL, slow);
     wait_state(f, 1, 0);
-    send_request(b, "POST", "/v1/completions", NULL, slow);
+    send_request(b, "POST", "/v1/completions", NULL, later);
     wait_state(f, 1, 1);
+    while (strstr(head, ": queue 1\n\n") == NULL) { /* who waits hears where, at once */
+        const ssize_t more = recv(b, head + n, sizeof head - 1 - n, 0);
+
+        assert_true(more > 0);
+        n += (size_t)more;
+    }
     for (size_t i = 0; i < HX_LEN(refused); i++) {
         r = post(f, refused[i].path, refused[i].body);
         assert_int_equal(r->status, 429);
