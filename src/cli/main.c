@@ -10,6 +10,8 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include <sys/ioctl.h>
+
 #include "cli/cli.h"
 
 /* ---- tables ----------------------------------------------------------- */
@@ -389,6 +391,8 @@ static int set_option(hx_cli *c, const option *o, const char *value, hx_err *err
         *(bool *)(void *)at = true;
         return 0;
     case OPT_STR:
+        if (*value == '\0')
+            return hx_fail(err, HX_EARG, "%s: empty, expected %s", o->name, o->arg);
         memcpy(at, &value, sizeof value);
         return 0;
     case OPT_INT:
@@ -420,6 +424,8 @@ static int set_word(hx_cli *c, const command *cmd, const char *word, hx_err *err
                        strcmp(word, "prefill") == 0 || strcmp(word, "serve") == 0 ||
                        strcmp(word, "compare") == 0 || strcmp(word, "trace") == 0);
 
+    if (*word == '\0')
+        return hx_fail(err, HX_EARG, "found an empty word, expected %s", cmd->args);
     if (what || (cmd->bit == CONNECT && c->what == NULL))
         c->what = word;
     else if (c->model == NULL && cmd->bit != CONNECT)
@@ -511,6 +517,23 @@ void cli_bytes(char out[32], uint64_t n)
         u++;
     }
     snprintf(out, 32, u == 0 ? "%.0f %s" : "%.1f %s", v, unit[u]);
+}
+
+void cli_progress(const char *fmt, ...)
+{
+    struct winsize size = { 0 };
+    char line[128];
+    int width = 79;
+    va_list ap;
+
+    if (isatty(2) != 1)
+        return;
+    if (ioctl(2, TIOCGWINSZ, &size) == 0 && size.ws_col > 0)
+        width = HX_MIN(width, size.ws_col - 1);
+    va_start(ap, fmt);
+    vsnprintf(line, sizeof line, fmt, ap);
+    va_end(ap);
+    fprintf(stderr, "\r%-*.*s\r", width, width, line);
 }
 
 static int32_t find_token(void *ud, hx_str text)
@@ -608,7 +631,6 @@ static const char *demo_model(char *path, size_t cap)
 
 typedef struct {
     int64_t start_us, last_us;
-    bool person;
     hx_load_fn *also;
     void *ud;
 } load_view;
@@ -624,16 +646,16 @@ static void on_load(void *ud, uint64_t done, uint64_t total)
 
     if (v->also != NULL)
         v->also(v->ud, done, total);
-    if (!v->person || now - v->start_us < 300000 ||
-        (now - v->last_us < 100000 && done < total))
+    if (now - v->start_us < 300000 || (now - v->last_us < 100000 && done < total))
         return;
     v->last_us = now;
     cli_bytes(a, done);
     cli_bytes(b, total);
-    fprintf(stderr, "\rloading [%.*s%*s] %s of %s ", full,
-            "##############################", width - full, "", a, b);
     if (done == total)
-        fprintf(stderr, "\r%70s\r", "");
+        cli_progress(" ");
+    else
+        cli_progress("loading %s of %s [%.*s%*s]", a, b, full,
+                     "##############################", width - full, "");
 }
 
 /* Five times in microseconds, like "2,190,240,60,20". */
@@ -652,9 +674,7 @@ static bool read_costs(const char *s, float out[5])
 
 int cli_open_engine(hx_engine **out, const hx_cli *c, hx_load_fn *also, void *ud)
 {
-    load_view view = {
-        .start_us = hx_now_us(), .person = isatty(2) == 1, .also = also, .ud = ud
-    };
+    load_view view = { .start_us = hx_now_us(), .also = also, .ud = ud };
     hx_options opt = { .model_dir = c->model,
                        .device = c->device,
                        .cpu_isa = c->isa,
@@ -807,7 +827,7 @@ static int run_command(int argc, char **argv)
         c.model = demo_model(demo, sizeof demo);
     if (c.model == NULL && cmd->bit != CONNECT) {
         fprintf(stderr, "hoist: %s needs %s; see hoist %s --help\n", cmd->name,
-                cmd->bit == PULL ? cmd->args : "a MODEL", cmd->name);
+                cmd->args[0] == '[' ? "a MODEL" : cmd->args, cmd->name);
         return 2;
     }
     return cmd->run(&c);

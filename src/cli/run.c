@@ -15,8 +15,9 @@ typedef struct {
     const hx_cli *c;
     hx_server *server;
     hx_engine *engine;
-    _Atomic bool opened; /* engine is there */
-    _Atomic bool stop;   /* ends a download */
+    _Atomic bool opening; /* the engine is on its way */
+    _Atomic bool opened;  /* it is there */
+    _Atomic bool stop;    /* ends a download */
     int rc;
 } loader;
 
@@ -76,6 +77,7 @@ static void *load(void *ud)
 {
     loader *l = ud;
     int64_t start;
+    const char *host = l->c->host != NULL ? l->c->host : "127.0.0.1";
     hx_info info;
 
     if (l->c->pull != NULL && (l->rc = fill_folder(l)) != 0) {
@@ -83,7 +85,10 @@ static void *load(void *ud)
         return NULL;
     }
     start = hx_now_us();
-    if ((l->rc = cli_open_engine(&l->engine, l->c, on_load, l->server)) != 0) {
+    atomic_store(&l->opening, true);
+    l->rc = cli_open_engine(&l->engine, l->c, on_load, l->server);
+    atomic_store(&l->opening, false);
+    if (l->rc != 0) {
         hx_server_stop(l->server);
         return NULL;
     }
@@ -96,8 +101,10 @@ static void *load(void *ud)
     if (l->c->unix_path != NULL)
         printf("serving on unix:%s\n", l->c->unix_path);
     else
-        printf("serving on http%s://%s:%d\n", l->c->tls_cert != NULL ? "s" : "",
-               l->c->host ? l->c->host : "127.0.0.1", hx_server_port(l->server));
+        printf(strchr(host, ':') != NULL && host[0] != '[' ? "serving on %s://[%s]:%d\n"
+                                                           : "serving on %s://%s:%d\n",
+               l->c->tls_cert != NULL ? "https" : "http", host,
+               hx_server_port(l->server));
     fflush(stdout);
     return NULL;
 }
@@ -204,6 +211,10 @@ int cmd_serve(const hx_cli *c)
     }
     rc = hx_server_run(l.server, &err);
     atomic_store(&l.stop, true);
+    if (atomic_load(&l.opening)) { /* cannot be called off; nothing is lost with it */
+        fflush(stdout);
+        _exit(rc != 0 ? cli_fail(&err) : 0);
+    }
     pthread_join(load_thread, NULL);
     pthread_kill(signal_thread, SIGTERM);
     pthread_join(signal_thread, NULL);
@@ -296,13 +307,13 @@ static void print_figures(const hx_event *ev)
             (double)(ev->generated - 1) / HX_MAX(made_s, 1e-6), why[ev->stop]);
 }
 
-static void show_progress(const hx_event *ev)
+void cli_show_reading(const hx_event *ev)
 {
-    if (isatty(2) == 1 && ev->prompt > 2048 && ev->prefilled < ev->prompt)
-        fprintf(stderr, "\rreading prompt: %lld of %lld tokens ",
-                (long long)ev->prefilled, (long long)ev->prompt);
-    else if (isatty(2) == 1 && ev->prompt > 2048)
-        fprintf(stderr, "\r%60s\r", "");
+    if (ev->prompt > 2048 && ev->prefilled < ev->prompt)
+        cli_progress("reading prompt: %lld of %lld tokens", (long long)ev->prefilled,
+                     (long long)ev->prompt);
+    else if (ev->prompt > 2048)
+        cli_progress(" ");
 }
 
 static int generate(hx_engine *e, const hx_cli *c, const int32_t *ids, int64_t n)
@@ -335,11 +346,13 @@ static int generate(hx_engine *e, const hx_cli *c, const int32_t *ids, int64_t n
     do {
         hx_next(s, &ev, -1);
         if (ev.kind == HX_EV_PROGRESS)
-            show_progress(&ev);
+            cli_show_reading(&ev);
         else if (ev.kind == HX_EV_TOKENS && c->raw)
             print_raw(e, &ev, &utf8);
         else if (ev.kind == HX_EV_TOKENS)
             cli_reply_feed(reply, &ev, print_reply, &reasoning, &err);
+        if (ferror(stdout))
+            hx_cancel(s); /* nobody reads on: `| head` */
     } while (ev.kind != HX_EV_DONE && ev.kind != HX_EV_ERROR);
     if (reply != NULL)
         hx_reply_end(reply, print_reply, &reasoning, NULL, &err);
@@ -368,6 +381,10 @@ int cmd_run(const hx_cli *c)
     one.streams = 1;
     if (c->prompt == NULL && c->replay == NULL) {
         fprintf(stderr, "hoist: run needs a prompt: -p TEXT\n");
+        return 2;
+    }
+    if (c->prompt != NULL && !hx_utf8_ok(c->prompt, strlen(c->prompt))) {
+        fprintf(stderr, "hoist: -p: is not UTF-8\n");
         return 2;
     }
     if ((rc = cli_open_engine(&e, &one, NULL, NULL)) != 0)

@@ -1197,17 +1197,30 @@ static hx_stream *victim_for(const hx_engine *e, const hx_stream *s)
     return low;
 }
 
+/* Who waits hears where: at first, and when the place changes. */
+static void tell_places(hx_engine *e)
+{
+    for (int64_t i = 0; i < e->n_wait; i++) {
+        hx_stream *s = e->wait[i];
+
+        if (s->queue == i && (s->told_us != 0 || !s->req.progress))
+            continue;
+        pthread_mutex_lock(&e->lock);
+        s->queue = i;
+        tell_progress(s, true);
+        pthread_mutex_unlock(&e->lock);
+    }
+}
+
 static void admit(hx_engine *e)
 {
     kept_free keep = { 0, 0 };
     hx_stream *s, *low;
-    bool moved = false;
     int64_t at = 0;
 
     while ((s = next_waiting(e, &at)) != NULL) {
         const hx_admit got = admit_one(e, s, &keep);
 
-        moved = moved || got == HX_ADMIT_YES;
         if (got == HX_ADMIT_READING)
             at++;
         else if (got == HX_ADMIT_NO && (low = victim_for(e, s)) != NULL)
@@ -1215,14 +1228,7 @@ static void admit(hx_engine *e)
         else if (got != HX_ADMIT_YES)
             break;
     }
-    if (!moved)
-        return;
-    pthread_mutex_lock(&e->lock);
-    for (int64_t i = 0; i < e->n_wait; i++) {
-        e->wait[i]->queue = i;
-        tell_progress(e->wait[i], true);
-    }
-    pthread_mutex_unlock(&e->lock);
+    tell_places(e);
 }
 
 /* ---- the loop ---------------------------------------------------------- */

@@ -963,12 +963,13 @@ static hx_str get_query(const hx_call *c, const char *name)
 
 static int retrieve_inputs(hx_call *c, hx_str id)
 {
-    const hx_str limit = get_query(c, "limit");
+    const hx_str limit = get_query(c, "limit"), order = get_query(c, "order");
     hx_item_page page = { .limit = 20,
-                          .newest_first = !hx_str_is(get_query(c, "order"), "asc"),
+                          .newest_first = !hx_str_is(order, "asc"),
                           .after = get_query(c, "after") };
     char digits[8];
     hx_sb b = { 0 };
+    int rc;
 
     if (limit.p != NULL) {
         snprintf(digits, sizeof digits, "%.*s", (int)HX_MIN(limit.n, 7u), limit.p);
@@ -977,9 +978,18 @@ static int retrieve_inputs(hx_call *c, hx_str id)
     if (page.limit < 1 || page.limit > ITEM_PAGE_MAX)
         return hx_server_problem(c, 400, "limit", "invalid_value",
                                  "limit: expected 1..%d", ITEM_PAGE_MAX);
-    return reply_kept(
-        c, hx_response_store_inputs(hx_server_responses(c->server), id, &page, &b), id,
-        &b);
+    if (order.p != NULL && page.newest_first && !hx_str_is(order, "desc"))
+        return hx_server_problem(c, 400, "order", "invalid_value",
+                                 "order: found \"%.*s\", expected asc or desc",
+                                 (int)HX_MIN(order.n, 40u), order.p);
+    rc = hx_response_store_inputs(hx_server_responses(c->server), id, &page, &b);
+    if (rc == HX_EFORMAT) {
+        hx_sb_free(&b);
+        return hx_server_problem(c, 400, "after", "invalid_value",
+                                 "after: no item \"%.*s\" of this response",
+                                 (int)HX_MIN(page.after.n, 80u), page.after.p);
+    }
+    return reply_kept(c, rc, id, &b);
 }
 
 int hx_responses_retrieve(hx_call *c)

@@ -69,6 +69,10 @@ typedef struct {
     /* Loop thread, before a body that is still to come: false answers 401 at once, so that
      * strangers cannot make the server read. NULL: all bodies are read. */
     bool (*admit)(void *ud, const struct hx_exchange *x);
+    /* Loop thread: answers with hx_http_reply() a request that is refused before it is all
+     * there, as clients of its path want it. NULL, or no path: as OpenAI does. */
+    void (*refuse)(void *ud, struct hx_exchange *x, int status, const char *code,
+                   const char *why);
     void (*on_stop)(void *ud); /* loop thread, after hx_http_stop(); may be NULL */
     int32_t stall_ms; /* [60 s] without taking a byte of what waits, then closed */
 } hx_http_opt;
@@ -632,7 +636,8 @@ typedef struct {
     bool newest_first;
     hx_str after; /* id of the item before the first, or {NULL, 0} */
 } hx_item_page;
-/* A list object of the items that a response went on from. */
+/* A list object of the items that a response went on from. HX_EFORMAT: after is none of
+ * them. */
 int hx_response_store_inputs(hx_responses *s, hx_str id, const hx_item_page *page,
                              hx_sb *out);
 
