@@ -85,7 +85,7 @@ static void describe(const job *j, char line[512])
 
 static int read_options(const hx_cli *c, qz_plan_opt *o, hx_err *err)
 {
-    static const char *const names[HX_N_CB] = { "3inst", "mcg", "mul1" };
+    const char *wanted = c->codebook != NULL ? c->codebook : "mul1";
 
     *o = (qz_plan_opt) { .bits = c->bits,
                          .head_k2 = (int32_t)lrint(2 * c->head_bits),
@@ -94,17 +94,17 @@ static int read_options(const hx_cli *c, qz_plan_opt *o, hx_err *err)
                          .shard_bytes = SHARD_BYTES };
     if (c->bits == 0)
         return hx_fail(err, HX_EARG, "quantize needs --bits, the average per weight");
-    for (int i = 0; i < HX_N_CB; i++)
-        if (strcmp(c->codebook != NULL ? c->codebook : "mul1", names[i]) == 0)
-            o->codebook = (hx_codebook)i;
+    for (hx_codebook cb = 0; cb < HX_N_CB; cb++)
+        if (strcmp(wanted, qz_codebook_name(cb)) == 0)
+            o->codebook = cb;
     if (o->codebook == HX_N_CB)
         return hx_fail(err, HX_EARG, "--codebook %.40s: there are mul1, mcg and 3inst",
-                       c->codebook);
+                       wanted);
     if (c->half_rates && o->codebook != HX_CB_MUL1)
         return hx_fail(err, HX_EARG, "--half-rates: only codebook mul1 has them");
     if (o->head_k2 != 2 * c->head_bits || !hx_trellis_takes(o->codebook, o->head_k2))
         return hx_fail(err, HX_EARG, "--head-bits %g: codebook %s has no such rate",
-                       c->head_bits, names[o->codebook]);
+                       c->head_bits, wanted);
     if (c->calib == NULL)
         return hx_fail(
             err, HX_EARG,
@@ -154,6 +154,11 @@ static int read_lines(job *j, char *text, hx_err *err)
     return 0;
 }
 
+static int64_t weigh_rows(const job *j)
+{
+    return HX_MAX(WEIGH_TOKENS / j->text.cols, 1);
+}
+
 /* What errors in the classes of each layer do to the answers: measured once, then read
  * back, so that a resumed conversion has the same rates. */
 static int weigh(job *j, hx_err *err)
@@ -174,19 +179,21 @@ static int weigh(job *j, hx_err *err)
         hx_free(raw);
         return got == n ? 0 : hx_fail(err, HX_EFORMAT, "%s: has another size", path);
     }
-    rc = qz_calib_weigh(j->calib, j->plan.weight, HX_MAX(WEIGH_TOKENS / j->text.cols, 1),
-                        err);
+    rc = qz_calib_weigh(j->calib, j->plan.weight, weigh_rows(j), err);
     return rc != 0 ? rc : qz_write_file(path, j->plan.weight, n, err);
 }
 
+/* Before anything large is written or long measured: the rates that equal weights give are
+ * near enough. What weighing writes is gone when the output begins. */
 static int check_disk(const job *j, hx_err *err)
 {
-    uint64_t need = j->calib != NULL ? qz_calib_bytes(j->model, &j->text) : 0;
+    uint64_t need = qz_plan_bytes(&j->plan);
     struct statvfs fs;
     char a[32], b[32];
 
-    for (int32_t f = 0; f < j->plan.n_file; f++)
-        need += j->plan.file[f].head.n + j->plan.file[f].bytes;
+    if (j->text.n_row > 0)
+        need = HX_MAX(need + qz_calib_bytes(j->model, &j->text),
+                      qz_calib_weigh_bytes(j->model, &j->text, weigh_rows(j)));
     if (statvfs(j->out.dir, &fs) != 0)
         return hx_fail(err, HX_EIO, "%s: %s", j->out.dir, strerror(errno));
     const uint64_t have = (uint64_t)fs.f_bavail * fs.f_frsize;
@@ -304,9 +311,10 @@ static int convert(job *j, int64_t i, hx_err *err)
                         .svh = hx_new(uint16_t, n) };
     int rc;
 
-    if (w == NULL || out.trellis == NULL || out.suh == NULL || out.svh == NULL)
+    if (w == NULL || out.trellis == NULL || out.suh == NULL || out.svh == NULL) {
         rc = hx_fail(err, HX_ENOMEM, "%.120s: no memory", u->key);
-    else if ((rc = read_unit(j, u, w, err)) == 0 && (rc = need_hessian(j, u, err)) == 0) {
+    } else if ((rc = read_unit(j, u, w, err)) == 0 &&
+               (rc = need_hessian(j, u, err)) == 0) {
         const hx_exl3_job e = { .w = w,
                                 .h = j->hessian,
                                 .n = u->n,
@@ -325,6 +333,8 @@ static int convert(job *j, int64_t i, hx_err *err)
 
             hx_fail(err, rc, "%.120s: %.120s", u->key, inner.msg);
         }
+    }
+    if (rc == 0) {
         j->score[i] = (score) { out.proxy, out.mse };
         u->done = true;
         j->done += (double)u->n * (double)u->k;
@@ -433,11 +443,8 @@ static int convert_all(job *j, hx_err *err)
 
 static int write_report(const job *j, hx_err *err)
 {
-    char path[2200];
     hx_sb b = { 0 };
-    int rc;
 
-    snprintf(path, sizeof path, "%s/quant_report.json", j->out.dir);
     hx_sb_printf(&b, "{\"bits\": %.4f, \"modules\": {", j->plan.bits);
     for (int64_t i = 0; i < j->plan.n_unit; i++) {
         hx_sb_str(&b, i > 0 ? ",\n" : "\n");
@@ -446,10 +453,7 @@ static int write_report(const job *j, hx_err *err)
                      j->plan.unit[i].k2 / 2.0, j->score[i].mse, j->score[i].proxy);
     }
     hx_sb_str(&b, "}}\n");
-    rc = b.bad ? hx_fail(err, HX_ENOMEM, "quant_report.json: no memory")
-               : qz_write_file(path, b.p, b.n, err);
-    hx_sb_free(&b);
-    return rc;
+    return qz_out_save(&j->out, "quant_report.json", &b, err);
 }
 
 static void print_rates(const job *j)
@@ -542,20 +546,17 @@ static int prepare(job *j, hx_err *err)
     else
         rc = read_lines(j, text, err);
     hx_free(text);
-    if (rc != 0)
-        return rc;
-    if ((rc = open_device(j, err)) != 0)
-        return rc;
-    if ((rc = weigh(j, err)) != 0 || (rc = qz_plan_rates(&j->plan, err)) != 0 ||
-        (rc = qz_plan_layout(&j->plan, err)) != 0 ||
-        (!j->copied && (rc = check_disk(j, err)) != 0))
+    if (rc != 0 || (rc = qz_plan_rates(&j->plan, err)) != 0 ||
+        (!j->copied && (rc = check_disk(j, err)) != 0) ||
+        (rc = open_device(j, err)) != 0 || (rc = weigh(j, err)) != 0 ||
+        (rc = qz_plan_rates(&j->plan, err)) != 0 ||
+        (rc = qz_plan_layout(&j->plan, err)) != 0)
         return rc;
     return qz_out_files(&j->out, &j->plan, err);
 }
 
 static int run(job *j, hx_err *err)
 {
-    const qz_calib_size size = { j->text.n_row, j->text.cols };
     int rc;
 
     print_rates(j);
@@ -564,12 +565,12 @@ static int run(job *j, hx_err *err)
                (long long)j->plan.n_unit);
     fflush(stdout);
     j->start_us = hx_now_us();
-    if (!j->copied && ((rc = qz_out_copy(&j->out, &j->plan, err)) != 0 ||
+    if (!j->copied && ((rc = qz_out_copy(&j->plan, err)) != 0 ||
                        (rc = qz_out_note(&j->out, err, "copied")) != 0))
         return rc;
     if ((rc = convert_all(j, err)) != 0 || (rc = write_report(j, err)) != 0)
         return rc;
-    rc = qz_out_finish(&j->out, &j->plan, j->c->model, size, err);
+    rc = qz_out_finish(&j->out, &j->plan, j->c->model, &j->text, err);
     return rc != 0 ? rc : write_sums(j, err);
 }
 
