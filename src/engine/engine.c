@@ -17,6 +17,29 @@
 #define CHUNK_MAX      16384
 #define CHUNK_RESIDENT 8192
 
+/* ---- waiting ---------------------------------------------------------- */
+
+void hx_engine_cond_init(pthread_cond_t *c)
+{
+    pthread_condattr_t clock;
+
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_cond_init(c, &clock);
+    pthread_condattr_destroy(&clock);
+}
+
+struct timespec hx_engine_until(int64_t us)
+{
+    return (struct timespec) { .tv_sec = us / 1000000, .tv_nsec = us % 1000000 * 1000 };
+}
+
+void hx_engine_nudge(hx_engine *e)
+{
+    atomic_store(&e->nudge, true);
+    pthread_cond_signal(&e->wake);
+}
+
 /* ---- open ------------------------------------------------------------- */
 
 static int read_text(const char *dir, const char *name, char **out, size_t *n,
@@ -566,7 +589,6 @@ static int open_rest(hx_engine *e, const hx_options *opt, hx_err *err)
 
 int hx_open(hx_engine **out, const hx_options *opt, hx_err *err)
 {
-    pthread_condattr_t clock;
     hx_engine *e;
     int rc;
 
@@ -594,12 +616,9 @@ int hx_open(hx_engine **out, const hx_options *opt, hx_err *err)
         return hx_fail(err, HX_ENOMEM, "engine: no memory");
     pthread_mutex_init(&e->lock, NULL);
     pthread_mutex_init(&e->score_lock, NULL);
-    pthread_condattr_init(&clock);
-    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
-    pthread_cond_init(&e->wake, &clock);
-    pthread_cond_init(&e->health.quit, &clock);
-    pthread_cond_init(&e->scrub.quit, &clock);
-    pthread_condattr_destroy(&clock);
+    hx_engine_cond_init(&e->wake);
+    hx_engine_cond_init(&e->health.quit);
+    hx_engine_cond_init(&e->scrub.quit);
     pthread_mutex_init(&e->health.record_lock, NULL);
     e->info.max_streams = opt->max_streams != 0 ? opt->max_streams : 8;
     e->info.max_queue = opt->max_queue != 0 ? opt->max_queue : 256;
@@ -618,8 +637,7 @@ void hx_close(hx_engine *e)
     if (e->started) {
         pthread_mutex_lock(&e->lock);
         e->closing = true;
-        atomic_store(&e->nudge, true);
-        pthread_cond_signal(&e->wake);
+        hx_engine_nudge(e);
         pthread_mutex_unlock(&e->lock);
         pthread_join(e->thread, NULL);
     }
@@ -936,16 +954,12 @@ static int stream_new(hx_engine *e, const hx_request *r, hx_stream **out, hx_err
 {
     const int64_t room = e->info.ctx_tokens - r->n_tokens;
     hx_stream *s = hx_new(hx_stream, 1);
-    pthread_condattr_t clock;
     int rc = 0;
 
     *out = NULL;
     if (s == NULL)
         return hx_fail(err, HX_ENOMEM, "request: no memory");
-    pthread_condattr_init(&clock);
-    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
-    pthread_cond_init(&s->cond, &clock);
-    pthread_condattr_destroy(&clock);
+    hx_engine_cond_init(&s->cond);
     hx_arena_init(&s->arena, 1u << 20);
     s->engine = e;
     s->slot = -1;
@@ -1019,8 +1033,7 @@ static int enqueue(hx_stream *s, hx_err *err)
         e->all = s;
         s->order = e->next_order++;
         s->queue = e->n_waiting++;
-        atomic_store(&e->nudge, true);
-        pthread_cond_signal(&e->wake);
+        hx_engine_nudge(e);
     }
     pthread_mutex_unlock(&e->lock);
     if (rc == 0)
@@ -1135,17 +1148,11 @@ static bool take_event(hx_stream *s, hx_event *ev)
 int hx_next(hx_stream *s, hx_event *ev, int timeout_ms)
 {
     hx_engine *e = s->engine;
-    struct timespec until;
+    const struct timespec until =
+        hx_engine_until(hx_now_us() + (int64_t)timeout_ms * 1000);
     int rc = 0;
     bool got;
 
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_sec += timeout_ms / 1000;
-    until.tv_nsec += (long)(timeout_ms % 1000) * 1000000;
-    if (until.tv_nsec >= 1000000000) {
-        until.tv_sec++;
-        until.tv_nsec -= 1000000000;
-    }
     pthread_mutex_lock(&e->lock);
     while (!(got = take_event(s, ev)) && timeout_ms != 0 && rc != ETIMEDOUT)
         rc = timeout_ms < 0 ? pthread_cond_wait(&s->cond, &e->lock)
@@ -1181,12 +1188,6 @@ int hx_force(hx_stream *s, const int32_t *tokens, int32_t n, hx_err *err)
     return 0;
 }
 
-static void nudge(hx_engine *e)
-{
-    atomic_store(&e->nudge, true);
-    pthread_cond_signal(&e->wake);
-}
-
 void hx_end_thinking(hx_stream *s)
 {
     atomic_store(&s->end_thinking, true);
@@ -1196,7 +1197,7 @@ void hx_cancel(hx_stream *s)
 {
     pthread_mutex_lock(&s->engine->lock);
     s->cancelled = true;
-    nudge(s->engine);
+    hx_engine_nudge(s->engine);
     pthread_mutex_unlock(&s->engine->lock);
 }
 
@@ -1211,7 +1212,7 @@ void hx_stream_free(hx_stream *s)
     s->ready = NULL;
     ended = s->ended;
     if (!ended)
-        nudge(s->engine);
+        hx_engine_nudge(s->engine);
     pthread_mutex_unlock(&s->engine->lock);
     if (ended)
         hx_engine_stream_destroy(s);
