@@ -367,9 +367,9 @@ static int32_t raise_rate(const qz_plan *p, int32_t k2)
     return 0;
 }
 
-/* Starts all groups one bit below the average and raises the one that gains most per bit,
- * until none fits. The gain is the fall in error times the group's weight, which was
- * measured with small errors: hence the start not at the lowest rate. */
+/* Starts all groups one bit below the average, rounded down, and raises the one that gains
+ * most per bit, until none fits. The gain is the fall in error times the group's weight,
+ * which was measured with small errors: hence the start not at the lowest rate. */
 int qz_plan_rates(qz_plan *p, hx_err *err)
 {
     const int64_t n_layer = p->model->desc.n_layer;

@@ -68,7 +68,7 @@ void hx_sched_pick_decoded(hx_costs *c, hx_pick_state *s, int32_t rows, float us
 void hx_sched_pick_read(hx_costs *c, hx_pick_state *s, int64_t layer, int64_t blocks,
                         bool full, float us);
 
-/* ---- the size of sequence memory (engine.c) --------------------------- */
+/* ---- the device and its memory (engine_memory.c) ---------------------- */
 
 typedef struct {
     uint64_t budget_bytes, slot_bytes, page_bytes;
@@ -79,7 +79,10 @@ typedef struct {
 /* Sequence memory for info->max_streams streams, or for fewer where it may, so that their
  * states take half of the budget at most, or that one has the context that must fit. Sets
  * max_streams and ctx_tokens. Returns pages; 0: not enough. */
-int64_t hx_engine_fit_cache(hx_info *info, const hx_cache_want *w);
+int64_t hx_engine_memory_fit(hx_info *info, const hx_cache_want *w);
+/* Opens the device and all that lies in its memory. Errors: HX_EARG, HX_ENOMEM, HX_EUNSUP,
+ * HX_EDEVICE; what was opened stays for hx_close(). */
+int hx_engine_memory_open(hx_engine *e, const hx_options *opt, hx_err *err);
 
 /* ---- sampling state (sample.c) ---------------------------------------- */
 

@@ -747,7 +747,7 @@ static void test_cache_fits(void **state)
     (void)state;
     for (size_t i = 0; i < HX_LEN(of); i++) {
         hx_info info = { .max_streams = 8, .ctx_trained_tokens = 1 << 20 };
-        const int64_t pages = hx_engine_fit_cache(&info, &of[i].w);
+        const int64_t pages = hx_engine_memory_fit(&info, &of[i].w);
 
         assert_int_equal(pages > 0, of[i].ctx_most > 0);
         assert_int_equal(info.max_streams, of[i].streams);
