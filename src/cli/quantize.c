@@ -5,7 +5,6 @@
 #include <errno.h>
 #include <inttypes.h>
 #include <math.h>
-#include <stdlib.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
@@ -309,36 +308,38 @@ static int convert(job *j, int64_t i, hx_err *err)
     hx_exl3_out out = { .trellis = hx_calloc((size_t)(n * k / 256), (size_t)(16 * u->k2)),
                         .suh = hx_new(uint16_t, k),
                         .svh = hx_new(uint16_t, n) };
+    hx_err why = { 0 };
     int rc;
 
     if (w == NULL || out.trellis == NULL || out.suh == NULL || out.svh == NULL) {
-        rc = hx_fail(err, HX_ENOMEM, "%.120s: no memory", u->key);
-    } else if ((rc = read_unit(j, u, w, err)) == 0 &&
-               (rc = need_hessian(j, u, err)) == 0) {
-        const hx_exl3_job e = { .w = w,
-                                .h = j->hessian,
-                                .n = u->n,
-                                .k = u->k,
-                                .codebook = j->plan.opt.codebook,
-                                .k2 = u->k2,
-                                .seed = mix(MIX_START, u->key, strlen(u->key)),
-                                .dev = j->dev };
-
-        if ((rc = hx_exl3_encode(&e, pool_of(j), &out, err)) == 0 &&
-            (rc = qz_out_unit(&j->plan, u, out.trellis, out.suh, out.svh, err)) == 0)
-            rc = qz_out_note(&j->out, err, "unit %lld %.17g %.17g", (long long)i,
-                             out.proxy, out.mse);
-        if (rc != 0 && err->msg[0] != '\0' && strncmp(err->msg, "EXL3", 4) == 0) {
-            const hx_err inner = *err;
-
-            hx_fail(err, rc, "%.120s: %.120s", u->key, inner.msg);
-        }
+        rc = hx_fail(err, HX_ENOMEM,
+                     "%.120s: no memory for %" PRId64 " x %" PRId64 " weights", u->key,
+                     u->n, u->k);
+        goto fail;
     }
-    if (rc == 0) {
-        j->score[i] = (score) { out.proxy, out.mse };
-        u->done = true;
-        j->done += (double)u->n * (double)u->k;
+    if ((rc = read_unit(j, u, w, err)) != 0 || (rc = need_hessian(j, u, err)) != 0)
+        goto fail;
+    const hx_exl3_job e = { .w = w,
+                            .h = j->hessian,
+                            .n = u->n,
+                            .k = u->k,
+                            .codebook = j->plan.opt.codebook,
+                            .k2 = u->k2,
+                            .seed = mix(MIX_START, u->key, strlen(u->key)),
+                            .dev = j->dev };
+
+    if ((rc = hx_exl3_encode(&e, pool_of(j), &out, &why)) != 0) {
+        hx_fail(err, rc, "%.120s: %.120s", u->key, why.msg);
+        goto fail;
     }
+    if ((rc = qz_out_unit(&j->plan, u, out.trellis, out.suh, out.svh, err)) != 0 ||
+        (rc = qz_out_note(&j->out, err, "unit %" PRId64 " %.17g %.17g", i, out.proxy,
+                          out.mse)) != 0)
+        goto fail;
+    j->score[i] = (score) { out.proxy, out.mse };
+    u->done = true;
+    j->done += (double)u->n * (double)u->k;
+fail:
     hx_free(w);
     hx_free(out.trellis);
     hx_free(out.suh);

@@ -713,7 +713,9 @@ int qz_calib_hessian(qz_calib *c, int64_t layer, int32_t hess, float **out, hx_e
     }
     if (rc == 0 && k > 0) {
         if ((*out = hx_new(float, k *k)) == NULL)
-            rc = hx_fail(err, HX_ENOMEM, "calibration: no memory for a Hessian");
+            rc = hx_fail(err, HX_ENOMEM,
+                         "calibration: no memory for a Hessian of %lld inputs",
+                         (long long)k);
         else
             rc = qz_read_at(fd, *out, (size_t)(k * k) * sizeof(float), sides + at, path,
                             err);
@@ -904,7 +906,8 @@ int qz_calib_weigh(qz_calib *c, double (*weight)[QZ_N_CLASS], int64_t max_rows,
 
     snprintf(path, sizeof path, "%s/variants", c->work);
     if (v == NULL || clean == NULL) {
-        rc = hx_fail(err, HX_ENOMEM, "calibration: no memory");
+        rc = hx_fail(err, HX_ENOMEM, "calibration: no memory for logits of %d positions",
+                     OUT_ROWS);
     } else if ((v->fd = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)) < 0) {
         rc = hx_fail(err, HX_EIO, "%s: %s", path, strerror(errno));
     } else {

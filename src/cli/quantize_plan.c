@@ -109,39 +109,36 @@ static int no_memory(hx_err *err)
     return hx_fail(err, HX_ENOMEM, "quantize: no memory for the plan");
 }
 
-static bool grow(void **list, int64_t n, int64_t *cap, size_t size)
+/* Room for one more than n: list, or what it has become; NULL: none, and list stays. */
+static void *grow(void *list, int64_t n, int64_t *cap, size_t size)
 {
-    void *more;
+    const int64_t more = HX_MAX(256, 2 * n);
 
     if (n < *cap)
-        return true;
-    *cap = HX_MAX(256, 2 * *cap);
-    if ((more = hx_realloc(*list, (size_t)*cap * size)) == NULL)
-        return false;
-    *list = more;
-    return true;
+        return list;
+    if ((list = hx_realloc(list, (size_t)more * size)) != NULL)
+        *cap = more;
+    return list;
 }
 
 static qz_unit *add_unit(qz_plan *p)
 {
-    void *list = p->unit;
-    const bool ok = grow(&list, p->n_unit, &p->cap_unit, sizeof *p->unit);
+    qz_unit *list = grow(p->unit, p->n_unit, &p->cap_unit, sizeof *list);
 
-    p->unit = list;
-    if (!ok)
+    if (list == NULL)
         return NULL;
+    p->unit = list;
     p->unit[p->n_unit] = (qz_unit) { .expert = -1, .hess = QZ_H_NONE };
     return &p->unit[p->n_unit++];
 }
 
 static qz_tensor *add_tensor(qz_plan *p)
 {
-    void *list = p->tensor;
-    const bool ok = grow(&list, p->n_tensor, &p->cap_tensor, sizeof *p->tensor);
+    qz_tensor *list = grow(p->tensor, p->n_tensor, &p->cap_tensor, sizeof *list);
 
-    p->tensor = list;
-    if (!ok)
+    if (list == NULL)
         return NULL;
+    p->tensor = list;
     p->tensor[p->n_tensor] = (qz_tensor) { .layer = QZ_LAYER_HEAD };
     return &p->tensor[p->n_tensor++];
 }

@@ -117,9 +117,10 @@ int hx_scrub_start(hx_engine *e, const hx_options *opt, hx_err *err)
                        "verify memory: all weights are in GPU memory; there are none in "
                        "host memory");
     if ((size_t)snprintf(path, sizeof path, "%s/" HX_SUMS_FILE, opt->model_dir) >=
-            sizeof path ||
-        (s->dir = hx_alloc(strlen(opt->model_dir) + 1)) == NULL)
-        return hx_fail(err, HX_ENOMEM, "verify memory: no memory");
+        sizeof path)
+        return hx_fail(err, HX_EARG, "model folder: name too long");
+    if ((s->dir = hx_alloc(strlen(opt->model_dir) + 1)) == NULL)
+        return hx_fail(err, HX_ENOMEM, "verify memory: no memory for a name");
     memcpy(s->dir, opt->model_dir, strlen(opt->model_dir) + 1);
     s->every_us = opt->verify_ms * 1000;
     s->make = !hx_file_exists(path);

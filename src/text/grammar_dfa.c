@@ -18,11 +18,10 @@ typedef struct {
     hx_dfa *d;
     hx_ir *ir;
     hx_nfa nfa;
-    uint32_t first; /* the rule's first state in d */
-    hx_u32s pool;   /* NFA states of all subsets */
-    subsets set;    /* [k]: state first + k */
-    hx_u32s slot;   /* hash table of set index + 1 */
-    hx_u32s mark;   /* [NFA state] turn */
+    hx_u32s pool; /* NFA states of all subsets */
+    subsets set;  /* of the rule at hand */
+    hx_u32s slot; /* hash table of set index + 1 */
+    hx_u32s mark; /* [NFA state] turn */
     hx_u32s stack;
     hx_u32s to;    /* targets of the edge at hand */
     hx_u32s edge;  /* byte edges of the subset at hand */
