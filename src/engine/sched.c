@@ -221,16 +221,19 @@ static int32_t show_token(hx_stream *s, hx_out_token *t)
     return which;
 }
 
-/* The next forced token instead of id, if there is one. */
+/* The next forced token instead of id, if there is one. Under lock. */
 static int32_t forced_or(hx_stream *s, int32_t id)
+{
+    if (s->generated < s->req.n_forced)
+        return s->req.forced[s->generated];
+    return s->force_at < s->n_force ? s->force[s->force_at++] : id;
+}
+
+/* One more token of the answer. Under lock. */
+static void count_token(hx_stream *s)
 {
     const int64_t now = hx_now_us();
 
-    pthread_mutex_lock(&s->engine->lock);
-    if (s->generated < s->req.n_forced)
-        id = s->req.forced[s->generated];
-    else if (s->force_at < s->n_force)
-        id = s->force[s->force_at++];
     s->generated++;
     if (s->times.first_us == 0) {
         s->times.first_us = now;
@@ -243,8 +246,6 @@ static int32_t forced_or(hx_stream *s, int32_t id)
         hx_observe(HX_H_time_per_output_token_seconds, gap_s);
     }
     s->last_us = now;
-    pthread_mutex_unlock(&s->engine->lock);
-    return id;
 }
 
 /* The stream's next token was chosen: keeps it, shows it, ends the stream if it was the
@@ -255,7 +256,11 @@ static bool accept_token(hx_stream *s, hx_out_token *t)
     const int32_t chosen = t->token;
     int32_t which;
 
-    t->token = hx_sample_settle(s, forced_or(s, t->token));
+    pthread_mutex_lock(&s->engine->lock);
+    t->token = forced_or(s, t->token);
+    count_token(s);
+    pthread_mutex_unlock(&s->engine->lock);
+    t->token = hx_sample_settle(s, t->token);
     if (t->token != chosen)
         retract(s); /* the step ahead goes on from the other one */
     hx_count(HX_C_generation_tokens_total, 1);
