@@ -12,7 +12,7 @@
 
 #define TEXT_FILE_MAX (256u << 20)
 
-/* ---- waiting ---------------------------------------------------------- */
+/* ---- waiting, checking ------------------------------------------------ */
 
 void hx_engine_cond_init(pthread_cond_t *c)
 {
@@ -33,6 +33,14 @@ void hx_engine_nudge(hx_engine *e)
 {
     atomic_store(&e->nudge, true);
     pthread_cond_signal(&e->wake);
+}
+
+/* name: value must lie in min..max; NaN does not. */
+static int check_range(double v, double min, double max, const char *name, hx_err *err)
+{
+    if (v >= min && v <= max)
+        return 0;
+    return hx_fail(err, HX_EARG, "%s: %g, expected %.10g..%.10g", name, v, min, max);
 }
 
 /* ---- open ------------------------------------------------------------- */
@@ -258,31 +266,39 @@ static int open_rest(hx_engine *e, const hx_options *opt, hx_err *err)
     return rc != 0 ? rc : hx_scrub_start(e, opt, err);
 }
 
+static int check_options(const hx_options *o, hx_err *err)
+{
+    const struct {
+        const char *name;
+        double v, max;
+    } all[] = {
+        { "decode_share", o->decode_share, 1 },
+        { "max_streams", o->max_streams, HX_SPAN_MAX },
+        { "ctx_tokens", (double)o->ctx_tokens, INT32_MAX },
+        { "max_queue", (double)o->max_queue, 1 << 20 },
+        { "n_threads", o->n_threads, INT32_MAX },
+        { "kv", o->kv, HX_KV_FP8 },
+        { "client_streams", o->client_streams, INT32_MAX },
+        { "client_queue", (double)o->client_queue, 1e12 },
+        { "stall_ms", (double)o->stall_ms, 1e12 },
+        { "canary_ms", (double)o->canary_ms, 1e12 },
+        { "verify_ms", (double)o->verify_ms, 1e12 },
+    };
+    int rc = 0;
+
+    for (size_t i = 0; rc == 0 && i < HX_LEN(all); i++)
+        rc = check_range(all[i].v, 0, all[i].max, all[i].name, err);
+    return rc;
+}
+
 int hx_open(hx_engine **out, const hx_options *opt, hx_err *err)
 {
     hx_engine *e;
     int rc;
 
     *out = NULL;
-    if (!(opt->decode_share >= 0 && opt->decode_share <= 1) || opt->client_streams < 0 ||
-        opt->client_queue < 0 || opt->stall_ms < 0 || opt->canary_ms < 0 ||
-        opt->verify_ms < 0)
-        return hx_fail(err, HX_EARG,
-                       "options: decode share %g (0..1), limits of a client and times "
-                       "must not be negative",
-                       (double)opt->decode_share);
-    if (opt->max_streams < 0 || opt->max_streams > 64 || opt->ctx_tokens < 0 ||
-        opt->ctx_tokens > INT32_MAX || opt->max_queue < 0 || opt->max_queue > 1 << 20 ||
-        opt->n_threads < 0)
-        return hx_fail(
-            err, HX_EARG,
-            "options: %d streams (0..64), %lld context tokens (at most 2^31 - 1), "
-            "%lld queue places, %d threads; none may be negative",
-            opt->max_streams, (long long)opt->ctx_tokens, (long long)opt->max_queue,
-            opt->n_threads);
-    if (opt->kv < HX_KV_BF16 || opt->kv > HX_KV_FP8)
-        return hx_fail(err, HX_EARG, "options: unknown format %d of latents",
-                       (int)opt->kv);
+    if ((rc = check_options(opt, err)) != 0)
+        return rc;
     if ((e = hx_new(hx_engine, 1)) == NULL)
         return hx_fail(err, HX_ENOMEM, "engine: no memory");
     pthread_mutex_init(&e->lock, NULL);
@@ -462,14 +478,6 @@ static int check_ids(const hx_engine *e, const int32_t *id, int64_t n, const cha
             return hx_fail(err, HX_EARG, "%s[%lld]: id %d, expected 0..%d", what,
                            (long long)i, id[i], e->info.n_vocab - 1);
     return 0;
-}
-
-/* name: value must lie in min..max; NaN does not. */
-static int check_range(double v, double min, double max, const char *name, hx_err *err)
-{
-    if (v >= min && v <= max)
-        return 0;
-    return hx_fail(err, HX_EARG, "%s: %g, expected %g..%g", name, v, min, max);
 }
 
 static int check_request(const hx_engine *e, const hx_request *r, hx_err *err)

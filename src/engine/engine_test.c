@@ -665,6 +665,10 @@ static void test_options(void **state)
     assert_int_equal(
         hx_open(&e, &(hx_options) { .model_dir = DEMO, .device = "tpu" }, &err), HX_EARG);
     assert_int_equal(
+        hx_open(&e, &(hx_options) { .model_dir = DEMO, .decode_share = NAN }, &err),
+        HX_EARG);
+    assert_non_null(strstr(err.msg, "decode_share: nan, expected 0..1"));
+    assert_int_equal(
         hx_open(&e, &(hx_options) { .model_dir = DEMO, .max_streams = 65 }, &err),
         HX_EARG);
     assert_int_equal(
