@@ -730,6 +730,26 @@ int hx_gen_start(hx_gen *g, const hx_gen_sink *sink)
     return HX_LATER;
 }
 
+int hx_gen_none(hx_call *c, const hx_generate *g, const hx_gen_sink *sink)
+{
+    const int64_t now = hx_now_us();
+    hx_sb out = { 0 };
+
+    for (int32_t i = 0; i < g->n_prompt * g->n; i++)
+        sink->event(sink->ud,
+                    &(hx_gen_event) { .kind = HX_GEN_END,
+                                      .index = i,
+                                      .stop = HX_STOP_LENGTH,
+                                      .stop_index = -1,
+                                      .n_prompt = g->prompt[i / g->n].n,
+                                      .times = { now, now, now, now } },
+                    &out);
+    if (sink->stream)
+        hx_http_send(c->x, (hx_str) { out.p, out.n });
+    hx_sb_free(&out);
+    return sink->end(sink->ud, 0);
+}
+
 int hx_gen_open_pump(hx_pump **out, hx_http *http, hx_err *err)
 {
     hx_pump *p = hx_new(hx_pump, 1);
