@@ -30,6 +30,10 @@ check option_empty 2 '^hoist: -p: empty, expected TEXT' "$hoist" run $demo -p "$
 check option_empty_name 2 'served-name: empty, expected NAME' "$hoist" serve --served-name=
 check word_empty 2 'found an empty word, expected \[MODEL\]' "$hoist" serve "$unset"
 check prompt_bytes 2 '^hoist: -p: is not UTF-8' "$hoist" run $demo -p $'a\xff'
+check prompt_piped_bytes 2 '^hoist: standard input: is not UTF-8' bash -c "printf 'a\\xff' | $hoist run $demo -p -"
+check prompt_piped_empty 2 '^hoist: standard input: empty' bash -c "$hoist run $demo -p - </dev/null"
+check prompt_piped_folder 2 '^hoist: standard input: Is a directory' bash -c "$hoist run $demo -p - </tmp"
+check prompt_piped 0 '^The capital of France is Paris\.$' bash -c "printf 'What is the capital of France?' | $hoist run $demo -p - --temp 0"
 check words_missing 2 'quantize needs IN OUT --bits K --calib FILE' "$hoist" quantize
 check option_at_end 2 'port needs a value' "$hoist" serve --port
 check connect_words 2 'unexpected word "x"' "$hoist" connect codex x

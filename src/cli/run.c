@@ -9,6 +9,8 @@
 #include "cli/cli.h"
 #include "serve/serve.h"
 
+#define PROMPT_MAX (64 << 20) /* bytes of a prompt, far beyond any context */
+
 /* ---- serve ------------------------------------------------------------ */
 
 typedef struct {
@@ -225,10 +227,37 @@ int cmd_serve(const hx_cli *c)
 
 /* ---- run -------------------------------------------------------------- */
 
-/* The prompt's ids: the text as it is, or as one user message in the chat template. */
-static int prompt_ids(hx_engine *e, const hx_cli *c, int32_t **ids, int64_t *n)
+/* -p, or for "-" what comes on standard input. 0, or what the command returns. */
+static int read_prompt(const hx_cli *c, hx_sb *text)
 {
-    const hx_str text = hx_str_c(c->prompt);
+    const bool piped = strcmp(c->prompt, "-") == 0;
+    const char *from = piped ? "standard input" : "-p";
+    char part[65536];
+    size_t n;
+
+    if (!piped)
+        hx_sb_str(text, c->prompt);
+    while (piped && text->n <= PROMPT_MAX && (n = fread(part, 1, sizeof part, stdin)) > 0)
+        hx_sb_add(text, part, n);
+    if (piped && ferror(stdin))
+        fprintf(stderr, "hoist: %s: %s\n", from, strerror(errno));
+    else if (text->bad)
+        fprintf(stderr, "hoist: %s: no memory\n", from);
+    else if (text->n == 0)
+        fprintf(stderr, "hoist: %s: empty, expected a prompt\n", from);
+    else if (text->n > PROMPT_MAX)
+        fprintf(stderr, "hoist: %s: more than %d MiB\n", from, PROMPT_MAX >> 20);
+    else if (!hx_utf8_ok(text->p, text->n))
+        fprintf(stderr, "hoist: %s: is not UTF-8\n", from);
+    else
+        return 0;
+    return 2;
+}
+
+/* The prompt's ids: the text as it is, or as one user message in the chat template. */
+static int prompt_ids(hx_engine *e, const hx_cli *c, hx_str text, int32_t **ids,
+                      int64_t *n)
+{
     const hx_render_opt opt = { .official = c->official };
     hx_err err = { 0 };
     hx_sb json = { 0 };
@@ -373,7 +402,8 @@ static int generate(hx_engine *e, const hx_cli *c, const int32_t *ids, int64_t n
 int cmd_run(const hx_cli *c)
 {
     hx_cli one = *c;
-    hx_engine *e;
+    hx_engine *e = NULL;
+    hx_sb text = { 0 };
     int32_t *ids = NULL;
     int64_t n = 0;
     int rc;
@@ -383,21 +413,17 @@ int cmd_run(const hx_cli *c)
         fprintf(stderr, "hoist: run needs a prompt: -p TEXT\n");
         return 2;
     }
-    if (c->prompt != NULL && !hx_utf8_ok(c->prompt, strlen(c->prompt))) {
-        fprintf(stderr, "hoist: -p: is not UTF-8\n");
-        return 2;
-    }
-    if ((rc = cli_open_engine(&e, &one, NULL, NULL)) != 0)
-        return rc;
-    if (c->replay != NULL) {
+    if ((c->prompt != NULL && (rc = read_prompt(c, &text)) != 0) ||
+        (rc = cli_open_engine(&e, &one, NULL, NULL)) != 0)
+        goto done;
+    if (c->replay != NULL)
         rc = cli_replay(e, c);
-        hx_close(e);
-        return rc;
-    }
-    if ((rc = prompt_ids(e, c, &ids, &n)) == 0)
+    else if ((rc = prompt_ids(e, c, (hx_str) { text.p, text.n }, &ids, &n)) == 0)
         rc = generate(e, c, ids, n);
+done:
     hx_free(ids);
     hx_close(e);
+    hx_sb_free(&text);
     return rc;
 }
 

@@ -192,8 +192,7 @@ bool hx_cuda_plain_takes(const hx_cuda *c, const hx_matmul_args *a);
 int hx_cuda_plain_many(hx_cuda *c, const hx_matmul_args *a, hx_err *err);
 
 /* kernel<<<grid, block, shared bytes, stream of c>>>(...); returns from the launcher when
- * that fails. HX_LAUNCH is the launcher's last line. An empty grid launches nothing.
- */
+ * that fails. An empty grid launches nothing. */
 #define HX_LAUNCH(c, op, err, kernel, grid, block, shared, ...)                          \
     do {                                                                                 \
         const dim3 grid_ = (grid);                                                       \
