@@ -139,11 +139,12 @@ static size_t score_bytes(const hx_graph *g, int64_t rows)
 static int64_t window_of(const hx_graph *g, int kind, int64_t rows, size_t area)
 {
     const hx_desc *d = &g->model->desc;
-    int64_t most = (int64_t)(area / call_bytes(d, kind, HX_PAGE)) * HX_PAGE;
+    const bool host = hx_dev_is_host(g->dev);
+    const int64_t pages = host ? 0 : (int64_t)(area / call_bytes(d, kind, HX_PAGE)),
+                  most = HX_MAX(pages * HX_PAGE, full_rows(g, rows));
 
-    most = HX_MAX(hx_dev_is_host(g->dev) ? 0 : most, full_rows(g, rows));
-    if (rows <= most || call_bytes(d, kind, rows) <= area) /* the last page may not be full */
-        return rows;
+    if (rows <= most || (!host && call_bytes(d, kind, rows) <= area))
+        return rows; /* the last page may not be full */
     const int64_t n = (rows + most - 1) / most, each = (rows + n - 1) / n;
     return HX_MIN((each + HX_PAGE - 1) / HX_PAGE * HX_PAGE, most);
 }
