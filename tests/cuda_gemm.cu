@@ -1,7 +1,7 @@
 /* cuda_gemm.cu - the CUDA products with many rows against the double reference, their bits
  * in calls of other sizes, and their time. Built by tests/gpu.sh, run on a machine with a
  * GPU. Prints "ok NAME" or "not ok NAME". Arguments: any of check, experts, few, peak, time,
- * moe, none: all; numbers: time only calls of so many rows. */
+ * moe, none: all; numbers: time only calls of so many rows; KxN: few and time only such. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -677,6 +677,7 @@ static double time_one(hx_fmt fmt, int64_t n, int64_t k, int k2, hx_codebook cb,
 /* The reference on an H200 (exllamav3 1.4.1), by rows. */
 static const int n_rows[] = { 32, 64, 128, 512, 2048, 8192 };
 static std::vector<int> only; /* of these; empty: all */
+static std::string only_shape;
 static const struct {
     int64_t k, n;
     int k2;
@@ -700,11 +701,17 @@ static const struct {
     { 4096, 154880, 12, { 775, 1520, 3004, 1966, 4612, 0 } },
 };
 
+static bool asked(int64_t k, int64_t n)
+{
+    return only_shape.empty() ||
+           only_shape == std::to_string(k) + "x" + std::to_string(n);
+}
+
 /* Real shapes, few rows: the bits of blocks of 64 rows. */
 static void checks_few(void)
 {
     for (const auto &ref : reference) {
-        if (ref.n > 100000)
+        if (ref.n > 100000 || !asked(ref.k, ref.n))
             continue;
         std::vector<uint16_t> scale;
         char name[64];
@@ -786,6 +793,8 @@ static void times(void)
             printf("%22d", r);
     printf("\n");
     for (const auto &ref : reference) {
+        if (!asked(ref.k, ref.n))
+            continue;
         printf("%g %5ldx%-10ld", ref.k2 / 2.0, (long)ref.k, (long)ref.n);
         for (int i = 0; i < 6; i++) {
             if (ref.us[i] == 0 || !timed(n_rows[i]))
@@ -907,7 +916,9 @@ int main(int argc, char **argv)
     CHECK(cudaGetDeviceProperties(&prop, 0));
     printf("%s, %d multiprocessors\n", prop.name, prop.multiProcessorCount);
     for (int i = 1; i < argc; i++)
-        if (argv[i][0] >= '0' && argv[i][0] <= '9')
+        if (strchr(argv[i], 'x') != NULL && argv[i][0] >= '0' && argv[i][0] <= '9')
+            only_shape = argv[i];
+        else if (argv[i][0] >= '0' && argv[i][0] <= '9')
             only.push_back((int)strtol(argv[i], NULL, 10));
     if (argc == 2 && strcmp(argv[1], "profile") == 0) {
         profile();
