@@ -135,6 +135,7 @@ HX_DEVICE void few_decode(const hx_gemm &p, const few &s, int mine)
                                            16 * i + (lane >> 4) * 8));
     for (int turn = 0; turn < FEW_AHEAD; turn++)
         fetch(turn);
+    hx_cluster_meet(); /* the barriers are there */
     for (int turn = 0; turn < turns; turn++) {
         const uint8_t *tile = tiles + turn % FEW_AHEAD * turn_bytes;
 
@@ -346,7 +347,8 @@ __global__ void __launch_bounds__(few_threads<OUT>, 1)
         hx_bar_init(s.empty + 8 * threadIdx.x, 4 * FEW_SHARE);
         hx_bar_init_done();
     }
-    hx_cluster_meet();
+    if (warp < 4 || warp >= 4 + few_decoders<OUT>)
+        hx_cluster_meet(); /* those that decode: once tiles are on their way */
     if (warp >= 4) {
         if (OUT == WIDE && (few_decoders<OUT> % 4 != 0 || warp < 4 + few_decoders<OUT>))
             hx_registers_fewer<WIDE_DECODES>();
