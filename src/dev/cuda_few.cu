@@ -69,6 +69,15 @@ struct few {
 
 #if HX_WGMMA
 
+/* A float to this place in another thread block of the cluster. */
+HX_DEVICE void few_put_at(uint32_t to, int rank, float a)
+{
+    asm volatile("{.reg .b32 a; mapa.shared::cluster.u32 a, %0, %1;\n"
+                 "st.shared::cluster.f32 [a], %2;}" ::"r"(to),
+                 "r"(rank), "f"(a)
+                 : "memory");
+}
+
 /* Four 8 x 8 matrices of halves, as mma has them; lane l gives the place of row l % 8 of
  * matrix l / 8. */
 HX_DEVICE void few_put(uint32_t at, const uint32_t r[4])
@@ -167,10 +176,11 @@ HX_DEVICE void few_decode(const hx_gemm &p, const few &s, int mine)
     }
 }
 
-/* Four warps: 64 rows times OUT outputs. A stage is free when its products have ended: of
- * many outputs at once, of few one step later. */
-template <int OUT>
-HX_DEVICE void few_multiply(const hx_gemm &p, const few &s, float d[OUT / 2])
+/* Four warps: ROWS rows times OUT outputs; 32 rows are the B operand, so that shared memory
+ * is read less. A stage is free when its products have ended: of many outputs at once, of few
+ * one step later. */
+template <int OUT, int ROWS>
+HX_DEVICE void few_multiply(const hx_gemm &p, const few &s, float d[OUT * ROWS / 128])
 {
     constexpr int each = OUT == WIDE ? 1 : 4; /* steps of a turn; stages are a multiple */
     constexpr int once = OUT == WIDE ? 64 : OUT;
@@ -192,10 +202,16 @@ HX_DEVICE void few_multiply(const hx_gemm &p, const few &s, float d[OUT / 2])
 #pragma unroll
             for (int i = 0; i < 4; i++)
 #pragma unroll
-                for (int n = 0; n < OUT; n += once)
-                    hx_wgmma_shared<once>(d + n / 2, x + k * x_step + 2 * i,
-                                          w + (k * OUT + n) * (128 / 16) + 2 * i,
-                                          first + k + i > 0);
+                for (int n = 0; n < OUT; n += once) {
+                    const uint64_t rows = x + k * x_step + 2 * i,
+                                   weights = w + (k * OUT + n) * (128 / 16) + 2 * i;
+
+                    if constexpr (ROWS == 32)
+                        hx_wgmma_shared<32>(d + n / 4, weights, rows, first + k + i > 0);
+                    else
+                        hx_wgmma_shared<once>(d + n / 2, rows, weights,
+                                              first + k + i > 0);
+                }
             hx_wgmma_commit();
             if constexpr (OUT == WIDE) {
                 hx_wgmma_wait();
@@ -216,35 +232,46 @@ HX_DEVICE void few_multiply(const hx_gemm &p, const few &s, float d[OUT / 2])
     }
     hx_wgmma_wait();
 #pragma unroll
-    for (int i = 0; i < OUT / 2; i++)
+    for (int i = 0; i < OUT * ROWS / 128; i++)
         HX_PIN(d[i], "f");
 }
 
 /* Sums: those of the first half of the rows go to the thread block of rank 0, the others to
  * rank 1. Of 32 outputs: to y, from y on. */
-template <int OUT>
-HX_DEVICE void few_put_sums(const hx_gemm &p, const few &s, const float d[OUT / 2],
-                            float *y)
+template <int OUT, int ROWS>
+HX_DEVICE void few_put_sums(const hx_gemm &p, const few &s,
+                            const float d[OUT * ROWS / 128], float *y)
 {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2,
               q = lane & 3;
+    const auto wide = [&](int row, int col) {
+        return hx_shared_of(s.out + (row < s.half ? row : row - s.half) * WIDE_PITCH +
+                            OUT * s.rank + col);
+    };
 
 #pragma unroll
-    for (int i = 0; i < OUT / 4; i++) {
-        const int row = 16 * warp + g + 8 * (i & 1), col = 8 * (i >> 1) + 2 * q;
+    for (int i = 0; i < OUT * ROWS / 256; i++) {
+        if constexpr (ROWS == 32) {
+            const int col = 64 * (i >> 3) + 16 * warp + g + 8 * (i & 1);
 
-        if constexpr (OUT == WIDE) {
-            const int rank = row >= s.half;
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                const int row = 8 * (i >> 1 & 3) + 2 * q + c;
 
-            if (row < p.rows)
-                hx_put_at(hx_shared_of(s.out + (row - rank * s.half) * WIDE_PITCH +
-                                       OUT * s.rank + col),
-                          rank, d[2 * i], d[2 * i + 1]);
-        } else if constexpr (OUT == 64)
-            hx_put_at(hx_shared_of(s.out + row % 32 * GROUP + OUT * s.rank + col),
-                      warp >> 1, d[2 * i], d[2 * i + 1]);
-        else if (row < p.rows)
-            *(float2 *)(y + row * p.ldy + col) = make_float2(d[2 * i], d[2 * i + 1]);
+                if (row < p.rows)
+                    few_put_at(wide(row, col), row >= s.half, d[2 * i + c]);
+            }
+        } else {
+            const int row = 16 * warp + g + 8 * (i & 1), col = 8 * (i >> 1) + 2 * q;
+
+            if constexpr (OUT == 64)
+                hx_put_at(hx_shared_of(s.out + row % 32 * GROUP + OUT * s.rank + col),
+                          warp >> 1, d[2 * i], d[2 * i + 1]);
+            else if (row < p.rows && OUT == WIDE)
+                hx_put_at(wide(row, col), row >= s.half, d[2 * i], d[2 * i + 1]);
+            else if (row < p.rows)
+                *(float2 *)(y + row * p.ldy + col) = make_float2(d[2 * i], d[2 * i + 1]);
+        }
     }
 }
 
@@ -312,9 +339,9 @@ template <int OUT> HX_DEVICE void few_end(const hx_gemm &p, const few &s, int64_
 
 #endif
 
-/* OUT outputs, all rows. Grid: two or four for a group, or two for three; two are a cluster.
- * Shared: few_bytes. Reads its weights once, of the image a half. */
-template <class F, int OUT>
+/* OUT outputs, all rows, up to ROWS. Grid: two or four for a group, or two for three; two are
+ * a cluster. Shared: few_bytes. Reads its weights once, of the image a half. */
+template <class F, int OUT, int ROWS>
 __global__ void __launch_bounds__(few_threads<OUT>, 1)
     gemm_few(const __grid_constant__ hx_gemm p)
 {
@@ -368,7 +395,7 @@ __global__ void __launch_bounds__(few_threads<OUT>, 1)
     } else {
         if (OUT == WIDE)
             hx_registers_more<WIDE_MULTIPLIES>();
-        float d[OUT / 2];
+        float d[OUT * ROWS / 128];
 
         for (int i = threadIdx.x; i < groups * GROUP; i += 128) {
             const bool in = first + i < p.n;
@@ -376,11 +403,11 @@ __global__ void __launch_bounds__(few_threads<OUT>, 1)
             s.factor[i] = in ? hx_half_to(p.svh[first + i]) : 0.0f;
             s.bias[i] = in && p.bias != NULL ? hx_half_to(p.bias[first + i]) : 0.0f;
         }
-        few_multiply<OUT>(p, s, d);
+        few_multiply<OUT, ROWS>(p, s, d);
         hx_cuda_after_previous();
         if (OUT == WIDE)
             hx_cluster_meet(); /* nobody needs the stages */
-        few_put_sums<OUT>(p, s, d, p.y + (int64_t)blockIdx.x * OUT);
+        few_put_sums<OUT, ROWS>(p, s, d, p.y + (int64_t)blockIdx.x * OUT);
         hx_cluster_meet();
         few_end<OUT>(p, s, first);
     }
@@ -398,7 +425,7 @@ template <int OUT> static int few_stages(int rows, int k2, int room)
     return n >= teams ? n : 0;
 }
 
-template <class F, int OUT>
+template <class F, int OUT, int ROWS = 64>
 static cudaError_t launch(hx_gemm p, const hx_cuda_work *w, int room, cudaStream_t stream)
 {
     p.stages = few_stages<OUT>(p.rows, p.k2, room);
@@ -406,7 +433,7 @@ static cudaError_t launch(hx_gemm p, const hx_cuda_work *w, int room, cudaStream
     cudaLaunchAttribute attr[2] = {};
     cudaLaunchConfig_t cfg = {};
     const cudaError_t rc = cudaFuncSetAttribute(
-        gemm_few<F, OUT>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        gemm_few<F, OUT, ROWS>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 
     attr[0].id = cudaLaunchAttributeClusterDimension;
     attr[0].val.clusterDim = { FEW_SHARE, 1, 1 };
@@ -418,7 +445,7 @@ static cudaError_t launch(hx_gemm p, const hx_cuda_work *w, int room, cudaStream
     cfg.stream = stream;
     cfg.attrs = attr;
     cfg.numAttrs = w->overlap ? 2 : 1;
-    return rc != cudaSuccess ? rc : cudaLaunchKernelEx(&cfg, gemm_few<F, OUT>, p);
+    return rc != cudaSuccess ? rc : cudaLaunchKernelEx(&cfg, gemm_few<F, OUT, ROWS>, p);
 }
 
 /* Up to three waves: with more groups the kernel for 64 rows is as fast. */
@@ -448,8 +475,10 @@ cudaError_t hx_cuda_few(hx_gemm *p, const hx_cuda_work *w, hx_codebook codebook,
     p->cb = hx_cuda_codebook_of(codebook);
     p->ticket = w->ticket;
     return rc != cudaSuccess ? rc : with_exl3(p->k2, codebook, [&](auto f) {
-        return wide   ? launch<decltype(f), WIDE>(*p, w, room, stream)
-               : half ? launch<decltype(f), 32>(*p, w, room, stream)
-                      : launch<decltype(f), 64>(*p, w, room, stream);
+        if (wide)
+            return p->rows <= 32 ? launch<decltype(f), WIDE, 32>(*p, w, room, stream)
+                                 : launch<decltype(f), WIDE>(*p, w, room, stream);
+        return half ? launch<decltype(f), 32>(*p, w, room, stream)
+                    : launch<decltype(f), 64>(*p, w, room, stream);
     });
 }
