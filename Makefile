@@ -35,21 +35,22 @@ CFLAGS  := -std=c11 -D_GNU_SOURCE $(OPT) -ffp-contract=off -fno-math-errno -pthr
 LDFLAGS := -pthread $(if $(SAN),-fsanitize=$(SAN))
 LIBS    := -luv -ljson-c -lpcre2-8 -lutf8proc -lxxhash -lcrypto -ldl -lm
 
-# GPU code comes along where a GPU and nvcc are; the runtime is linked in and finds the driver
+# GPU code comes along where a GPU (under WSL: its driver) and nvcc are; the runtime is linked in and finds the driver
 # when the program runs. Plain builds carry machine code for the GPUs of this machine (without
 # any: Hopper), and PTX for the others.
 ifeq ($(origin NVCC),undefined)
 NVCC    := $(firstword $(shell command -v nvcc 2>/dev/null) $(wildcard /usr/local/cuda/bin/nvcc))
 endif
-CUDA    ?= $(if $(and $(NVCC),$(wildcard /dev/nvidiactl)),$(if $(SAN),0,1),0)
+GPU     := $(wildcard /dev/nvidiactl /usr/lib/wsl/lib/libcuda.so.1)
+CUDA    ?= $(if $(and $(NVCC),$(GPU)),$(if $(SAN),0,1),0)
 ALL_ARCH := sm_80 sm_86 sm_89 sm_90a sm_120a sm_121a
-HERE    := $(if $(wildcard /dev/nvidiactl),$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
-             sort -u | sed -n 's/^\([0-9]*\)\.\([0-9]\)$$/sm_\1\2/p' | sed 's/^sm_\(9\|1[0-9]\).$$/&a/'))
+HERE    := $(if $(GPU),$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
+             sort -u | sed -n 's/^\([89]\|1[0-9]\)\.\([0-9]\)$$/sm_\1\2/p' | sed 's/^sm_\(9\|1[0-9]\).$$/&a/'))
 ARCH    := $(if $(PORTABLE),$(ALL_ARCH),$(or $(HERE),sm_90a))
 NVFLAGS := -std=c++17 -O3 --fmad=false -Iinclude -Isrc -Xcompiler -Wall \
            -gencode arch=compute_80,code=compute_80 \
            $(foreach a,$(ARCH),-gencode arch=$(a:sm_%=compute_%),code=$(a))
-ifneq ($(wildcard /dev/nvidiactl),)
+ifneq ($(GPU),)
 $(if $(NVCC),,$(info no nvcc beside this GPU: building for the CPU only; install a CUDA toolkit for both))
 endif
 ifeq ($(CUDA),1)
@@ -183,7 +184,7 @@ soak: all
 	@tests/suite_serving.sh $(BUILD) $(SOAK_SECONDS)
 
 # Everything that needs a GPU: kernels by themselves, then through the engine.
-GPU_TESTS := ops_test model_test store_test lend_test health_test
+GPU_TESTS := ops_test model_test graph_test store_test lend_test health_test
 test-gpu: deps-test
 	@$(MAKE) --no-print-directory CUDA=1 $(GPU_TESTS:%=$(BUILD)/test/%)
 	@ARCH="$(foreach a,$(ARCH),-gencode arch=$(a:sm_%=compute_%),code=$(a))" tests/gpu_all.sh $(BUILD)

@@ -102,7 +102,7 @@ typedef struct {
                                * and 16 GiB */
     const char *park_dir;     /* NULL: none go to disk */
     uint64_t park_disk_bytes; /* most that park_dir holds; 0: 32 GiB */
-    uint64_t park_day_bytes;  /* most written to it in 24 hours; 0: eight times that */
+    uint64_t park_day_bytes;  /* most written to it on a day (UTC); 0: eight times that */
 
     /* how decoding and reading prompts share the machine */
     float decode_share; /* 0..1 of its rate that a running answer keeps beside a prompt

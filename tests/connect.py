@@ -143,6 +143,8 @@ def test_write_new():
         out = connect(c, '--write', '--home', h, answer='y\n')[0]
         assert open(f'{h}/{path}').read().strip('\n') == sections(out)['~/' + path]
         assert os.stat(f'{h}/{path}').st_mode & 0o777 == 0o600
+        assert 'has it already' in connect(c, '--write', '--home', h, answer='y\n')[1]
+        assert not os.path.exists(f'{h}/{path}.bak')
     connect('aider', '--write', '--home', h, answer='y\ny\n')
     assert os.path.exists(f'{h}/.aider.conf.yml') and os.path.exists(f'{h}/.aider.model.metadata.json')
 
@@ -166,8 +168,8 @@ def test_write_merges():
     assert j['theme'] == theirs['theme'] and j['provider']['other'] == theirs['provider']['other'] and j['empty'] == {}
     assert j['provider']['hoist']['options'] == {'timeout': 5, 'apiKey': 'new', 'baseURL': URL + '/v1'}
     assert j['model'] == 'hoist/' + MODEL['id'] and json.load(open(path + '.bak')) == theirs
-    connect('opencode', '--write', '--home', h, '--api-key', 'new', answer='y\n')
-    assert json.load(open(path)) == j                   # again: the same
+    assert 'has it already' in connect('opencode', '--write', '--home', h, '--api-key', 'new', answer='y\n')[1]
+    assert json.load(open(path)) == j and json.load(open(path + '.bak')) == theirs
 
 
 def test_write_keeps():
@@ -176,7 +178,8 @@ def test_write_keeps():
     os.makedirs(os.path.dirname(zed))
     for text in ('// mine\n{"a": 1}', '[1]', '{"a": 1,}'):
         open(zed, 'w').write(text)
-        assert 'by hand' in connect('zed', '--write', '--home', h, answer='y\n', rc=1)[1]
+        out, err = connect('zed', '--write', '--home', h, answer='y\n', rc=1)
+        assert 'by hand' in err and '# then' not in out
         assert open(zed).read() == text
     open(f'{h}/.aider.conf.yml', 'w').write('dark-mode: true\n')
     assert 'by hand' in connect('aider', '--write', '--home', h, answer='y\n', rc=1)[1]
@@ -189,7 +192,7 @@ def test_write_keeps():
         assert toml(text)['tui']['x'] == 1
     except Skip:
         pass
-    assert 'by hand' in connect('codex', '--write', '--home', h, answer='y\n', rc=1)[1]
+    assert 'by hand' in connect('codex', '--write', '--home', h, '--ctx', '999', answer='y\n', rc=1)[1]
     assert open(f'{h}/.codex/config.toml').read() == text
 
 

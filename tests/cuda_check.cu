@@ -21,7 +21,7 @@
     } while (0)
 
 static const char *cb_name[] = { "3inst", "mcg", "mul1" };
-static int n_sm;
+static hx_cuda_gpu gpu;
 
 /* ---- data ------------------------------------------------------------------ */
 
@@ -76,11 +76,9 @@ struct matrix {
 static hx_cuda_work work_of(int64_t n_ticket, size_t bytes)
 {
     hx_cuda_work w = {};
-    cudaDeviceProp prop;
 
-    CHECK(cudaGetDeviceProperties(&prop, 0));
-    w.n_sm = prop.multiProcessorCount;
-    w.overlap = prop.major >= 9;
+    w.gpu = gpu;
+    w.overlap = gpu.overlap;
     w.n_ticket = n_ticket;
     w.bytes = bytes;
     CHECK(cudaMalloc(&w.ticket, n_ticket * sizeof(int)));
@@ -97,7 +95,7 @@ static size_t area_bytes(hx_cuda_shape s)
 
     for (int rows : { 1, 4, 8, 16 }) {
         s.rows = rows;
-        most = std::max(most, hx_cuda_area_bytes(&s, n_sm));
+        most = std::max(most, hx_cuda_area_bytes(&s, &gpu));
     }
     return most;
 }
@@ -373,7 +371,7 @@ static void check_moe(hx_dev *cpu, int64_t d, int64_t f, int rows, int active,
     m.codebook = cb;
     m.limit = 10.0f;
     hx_cuda_work w =
-        work_of(2 * rows * active * HX_MAX(d, f) / 128, hx_cuda_moe_bytes(&m, n_sm));
+        work_of(2 * rows * active * HX_MAX(d, f) / 128, hx_cuda_moe_bytes(&m, &gpu));
     snprintf(name, sizeof(name), "moe %s K=%g/%g/%g %ld-%ld rows %d x %d of %d%s",
              cb_name[cb], k2_gate / 2.0, k2_up / 2.0, k2_down / 2.0, (long)d, (long)f,
              rows, active, n_expert, host ? " host" : "");
@@ -428,7 +426,7 @@ static void time_moe(int k2, hx_codebook cb, int rows, int quads, int bps_in, in
     m.quads = quads;
     m.bps_in = bps_in;
     m.bps_out = bps_out;
-    hx_cuda_work w = work_of(2 * rows * active * d / 128, hx_cuda_moe_bytes(&m, n_sm));
+    hx_cuda_work w = work_of(2 * rows * active * d / 128, hx_cuda_moe_bytes(&m, &gpu));
     std::vector<int32_t *> ids;
     for (int c = 0; c < calls; c++) {
         std::vector<int32_t> id;
@@ -567,8 +565,9 @@ int main(int argc, char **argv)
     };
 
     CHECK(cudaGetDeviceProperties(&prop, 0));
-    n_sm = prop.multiProcessorCount;
-    printf("%s, %d multiprocessors\n", prop.name, n_sm);
+    CHECK(hx_cuda_gpu_read(&gpu));
+    printf("%s, %d multiprocessors%s\n", prop.name, gpu.n_sm,
+           gpu.hopper ? ", code for Hopper" : "");
     opt.name = "cpu";
     opt.limits = hx_dev_limits { 64, 16384, 16384, 8, 4096, 1, 1 };
     if (hx_dev_open(&cpu, &opt, &err) != 0) {

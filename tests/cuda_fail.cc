@@ -17,6 +17,8 @@ static struct {
     cudaError_t count, set, image, alloc, lock, sync; /* what these calls answer */
     cudaError_t sticky;                               /* every call, from now on */
     int n_gpu, driver, major;
+    unsigned code, n_attr; /* what the code is for; attributes of the last launch */
+    bool warned;
     size_t free_bytes, elsewhere; /* the GPU sees host memory so far from where it is */
 } gpu;
 
@@ -76,6 +78,26 @@ extern "C" cudaError_t CUDARTAPI cudaGetDeviceProperties(cudaDeviceProp *p, int)
 extern "C" cudaError_t CUDARTAPI cudaFuncGetAttributes(cudaFuncAttributes *, const void *)
 {
     return say(gpu.image);
+}
+
+extern "C" cudaError_t CUDARTAPI cudaGetDevice(int *device)
+{
+    *device = 0;
+    return say(cudaSuccess);
+}
+
+extern "C" cudaError_t CUDARTAPI cudaMemcpyFromSymbol(void *to, const void *, size_t n, size_t,
+                                                      cudaMemcpyKind)
+{
+    memcpy(to, &gpu.code, n);
+    return say(cudaSuccess);
+}
+
+extern "C" cudaError_t CUDARTAPI cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *,
+                                                     void **)
+{
+    gpu.n_attr = c->numAttrs;
+    return say(cudaSuccess);
 }
 
 extern "C" cudaError_t CUDARTAPI cudaMemGetInfo(size_t *free_bytes, size_t *total)
@@ -161,6 +183,9 @@ extern "C" void __cudaRegisterFunction(void **, const char *, char *, const char
                                        uint3 *, uint3 *, dim3 *, dim3 *, int *)
 {
 }
+extern "C" void __cudaRegisterVar(void **, char *, char *, const char *, int, size_t, int, int)
+{
+}
 extern "C" char __cudaInitModule(void **)
 {
     return 1;
@@ -176,7 +201,7 @@ size_t hx_cuda_ops_scratch_bytes(const hx_dev_limits *)
 {
     return 1024;
 }
-size_t hx_cuda_product_scratch_bytes(const hx_dev_limits *, int)
+size_t hx_cuda_product_scratch_bytes(const hx_dev_limits *, const hx_cuda_gpu *)
 {
     return 1024;
 }
@@ -184,7 +209,7 @@ size_t hx_cuda_sample_scratch_bytes(const hx_dev_limits *)
 {
     return 1024;
 }
-size_t hx_cuda_attn_scratch_bytes(const hx_dev_limits *, int)
+size_t hx_cuda_attn_scratch_bytes(const hx_dev_limits *)
 {
     return 1024;
 }
@@ -249,11 +274,14 @@ static void check_open(const char *name, int want, const char *words)
 
 static void opens(void)
 {
+    hx_err err = {};
+
     well();
     check_open("opens", 0, "");
     gpu.driver = 0, gpu.count = cudaErrorInsufficientDriver;
     check_open("no_driver", HX_EUNSUP, "has no NVIDIA driver; install one");
     gpu.driver = 12040, gpu.count = cudaErrorInsufficientDriver;
+    check("there_but_old", hx_cuda_is_there() ? 0 : HX_EUNSUP, 0, &err, "");
     check_open("old_driver", HX_EUNSUP, "serves CUDA 12.4 and this program needs 13.");
     gpu.n_gpu = 0, gpu.count = cudaErrorNoDevice;
     check_open("no_gpu", HX_EUNSUP, "sees no GPU (is CUDA_VISIBLE_DEVICES set?)");
@@ -264,6 +292,8 @@ static void opens(void)
     check_open("old_gpu", HX_EUNSUP, "compute capability 7.0, at least 8.0 is needed");
     gpu.image = cudaErrorNoKernelImageForDevice;
     check_open("no_code", HX_EUNSUP, "use the portable build");
+    gpu.image = cudaErrorUnsupportedPtxVersion;
+    check_open("old_compiler", HX_EDEVICE, "update the driver, or use the portable build");
     gpu.set = cudaErrorDevicesUnavailable;
     check_open("busy", HX_EDEVICE, "another process has the GPU for itself");
     gpu.alloc = cudaErrorMemoryAllocation, gpu.free_bytes = 1 << 20;
@@ -314,12 +344,39 @@ static void losses(hx_dev *d)
     well();
 }
 
+/* Launches overlap where the code that is loaded waits, whatever the GPU: that from PTX of an
+ * older one does not, and is slow enough for a warning. code: as cuda.cu has it. */
+static void overlaps(const char *name, int major, unsigned code)
+{
+    hx_err err = {};
+    hx_plan_args a = {};
+    hx_dev d;
+
+    gpu.major = major, gpu.code = code, gpu.n_attr = 9;
+    a.rows = 1;
+    hx_on_log([](void *, int, const char *) { gpu.warned = true; }, NULL);
+    int rc = open_it(&d, "cuda", &err);
+    if (rc == 0)
+        rc = hx_cuda_plan(&d, &a, &err);
+    if (rc == 0)
+        snprintf(err.msg, sizeof err.msg, "%u attributes%s", gpu.n_attr,
+                 gpu.warned ? ", a warning" : "");
+    check(name, gpu.n_attr == (code > 0) && gpu.warned == (code == 0) ? rc : -1, 0, &err, "");
+    hx_on_log(NULL, NULL);
+    hx_cuda_close(&d);
+    well();
+}
+
 int main(void)
 {
     hx_err err = {};
     hx_dev d;
 
     opens();
+    overlaps("ptx_on_hopper", 9, 0);
+    overlaps("ptx_on_blackwell", 12, 0);
+    overlaps("hopper", 9, 2);
+    overlaps("blackwell", 12, 1);
     check("again", open_it(&d, "cuda:0", &err), 0, &err, "");
     pins(&d);
     losses(&d);

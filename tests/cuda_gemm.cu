@@ -131,11 +131,9 @@ struct matrix {
 static hx_cuda_work work_of(size_t bytes)
 {
     hx_cuda_work w = {};
-    cudaDeviceProp prop;
 
-    CHECK(cudaGetDeviceProperties(&prop, 0));
-    w.n_sm = prop.multiProcessorCount;
-    w.overlap = prop.major >= 9;
+    CHECK(hx_cuda_gpu_read(&w.gpu));
+    w.overlap = w.gpu.overlap;
     w.bytes = bytes;
     w.n_ticket = 256;
     CHECK(cudaMalloc(&w.ticket, w.n_ticket * sizeof(int)));

@@ -7,14 +7,14 @@
 
 #define DEMO "models/demo-exl3"
 
-static const char *device; /* NULL: cpu */
+static const char *device = "cpu";
 
 /* TEST [PATTERN [DEVICE]] */
 static inline void demo_args(int argc, char **argv)
 {
     if (argc > 1)
         cmocka_set_test_filter(argv[1]);
-    device = argc > 2 ? argv[2] : NULL;
+    device = argc > 2 ? argv[2] : device;
 }
 
 static const int32_t hello[] = { 4034, 4036, 4038, 436, 438,  25,

@@ -49,7 +49,8 @@ struct hx_stream {
     char *text;
     int32_t n_token, n_out, n_taken, error_after;
     int64_t delay_us, prefill_us, due_us;
-    bool running, cancelled, ended, failed, end_thinking;
+    bool running, cancelled, ended, failed, late, end_thinking, told;
+    int32_t place; /* in the queue, at first */
     hx_stop stop_why;
     int32_t stop_at; /* TEXT: which */
     hx_times times;
@@ -401,6 +402,10 @@ static void fake_step(hx_stream *s, int64_t now)
 
     if (s->cancelled) {
         fake_end(s, HX_STOP_CANCEL);
+    } else if (s->req.deadline_ms != 0 &&
+               now - s->times.queued_us > s->req.deadline_ms * 1000) {
+        s->failed = s->late = true;
+        fake_end(s, HX_STOP_NONE);
     } else if (!s->running && e->n_running < e->info.max_streams) {
         s->running = true;
         e->n_running++;
@@ -511,7 +516,7 @@ int hx_submit(hx_engine *e, const hx_request *r, hx_stream **out, hx_err *err)
         }
     }
     s->times.queued_us = hx_now_us();
-    e->n_waiting++;
+    s->place = e->n_waiting++;
     int32_t free_slot = 0;
     while (e->slot[free_slot] != NULL)
         hx_assert(++free_slot < FAKE_SLOTS);
@@ -520,6 +525,13 @@ int hx_submit(hx_engine *e, const hx_request *r, hx_stream **out, hx_err *err)
     pthread_mutex_unlock(&e->lock);
     *out = s;
     return 0;
+}
+
+/* One that has to wait says once where. Under lock. */
+static bool fake_has_place(const hx_stream *s)
+{
+    return s->req.progress && !s->running && !s->told &&
+           s->e->n_running == s->e->info.max_streams;
 }
 
 int hx_next(hx_stream *s, hx_event *ev, int timeout_ms)
@@ -549,8 +561,15 @@ int hx_next(hx_stream *s, hx_event *ev, int timeout_ms)
         ev->kind = s->failed ? HX_EV_ERROR : HX_EV_DONE;
         ev->stop = s->stop_why;
         ev->stop_index = ev->stop == HX_STOP_TEXT ? s->stop_at : -1;
-        if (s->failed)
+        if (s->late)
+            hx_fail(&ev->err, HX_ELIMIT, "deadline: it has passed");
+        else if (s->failed)
             hx_fail(&ev->err, HX_EDEVICE, "device: broke as the script says");
+    } else if (fake_has_place(s)) {
+        s->told = true;
+        ev->kind = HX_EV_PROGRESS;
+        ev->queue = s->place;
+        ev->eta_ms = -1;
     } else {
         got = 0;
     }
@@ -563,7 +582,7 @@ void hx_on_ready(hx_stream *s, void (*fn)(void *ud), void *ud)
     pthread_mutex_lock(&s->e->lock);
     s->ready = fn;
     s->ready_ud = ud;
-    if (fn != NULL && (s->n_taken < s->n_out || s->ended))
+    if (fn != NULL && (s->n_taken < s->n_out || s->ended || fake_has_place(s)))
         fn(ud);
     pthread_mutex_unlock(&s->e->lock);
 }

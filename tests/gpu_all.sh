@@ -24,8 +24,18 @@ try rows build/gpu/cuda_gemm check experts
 try prefill build/gpu/cuda_prefill check
 try encode build/gpu/cuda_encode check
 try ops "$build/test/ops_test" --gpu
+# The code for GPUs before Hopper, by the same programs.
+here=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader -i 0 | tr -d .)
+if [ "$here" -ge 90 ]; then
+    RUN=0 ARCH="-gencode arch=compute_80,code=sm_$here" try builds_80 tests/gpu.sh build/gpu-80
+    try decode_80 build/gpu-80/cuda_check check moe
+    try rows_80 build/gpu-80/cuda_gemm check experts
+    try prefill_80 build/gpu-80/cuda_prefill check
+fi
 # Through the model and the engine: wherever an expert ran, the same answer.
 try model "$build/test/model_test" cuda
+try graph "$build/test/graph_test" cuda
+try graph_real "$build/test/graph_test" cuda synthetic:glm-5.3-flash,layers=8,experts=16
 try store "$build/test/store_test" --gpu
 try lend "$build/test/lend_test" --gpu
 try lost "$build/test/health_test" test_lost cuda

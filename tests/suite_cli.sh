@@ -26,6 +26,15 @@ check help_command 0 'usage: hoist run MODEL' "$hoist" help run
 check option_equals 1 '^hoist: /nowhere: no such folder' "$hoist" run --seed=5 /nowhere -p=x
 check option_equals_bad 2 'port: "banana", expected an integer' "$hoist" serve --port=banana
 check flag_equals 2 'quiet takes no value' "$hoist" serve --quiet=1
+check option_empty 2 '^hoist: -p: empty, expected TEXT' "$hoist" run $demo -p "$unset"
+check option_empty_name 2 'served-name: empty, expected NAME' "$hoist" serve --served-name=
+check word_empty 2 'found an empty word, expected \[MODEL\]' "$hoist" serve "$unset"
+check prompt_bytes 2 '^hoist: -p: is not UTF-8' "$hoist" run $demo -p $'a\xff'
+check prompt_piped_bytes 2 '^hoist: standard input: is not UTF-8' bash -c "printf 'a\\xff' | $hoist run $demo -p -"
+check prompt_piped_empty 2 '^hoist: standard input: empty' bash -c "$hoist run $demo -p - </dev/null"
+check prompt_piped_folder 2 '^hoist: standard input: Is a directory' bash -c "$hoist run $demo -p - </tmp"
+check prompt_piped 0 '^The capital of France is Paris\.$' bash -c "printf 'What is the capital of France?' | $hoist run $demo -p - --temp 0"
+check words_missing 2 'quantize needs IN OUT --bits K --calib FILE' "$hoist" quantize
 check option_at_end 2 'port needs a value' "$hoist" serve --port
 check connect_words 2 'unexpected word "x"' "$hoist" connect codex x
 check size_zero 2 'park-ram: found 0, expected a size: .* \(an eighth' "$hoist" serve --park-ram 0
@@ -44,6 +53,12 @@ check long_prefill 1 '99999 tokens do not fit' "$hoist" bench prefill $demo --to
 # What cannot be written is an error, and a file is no substitute for a closed output.
 check full_output 1 'standard output: No space left' bash -c "$hoist inspect $demo >/dev/full"
 check closed_output 1 'standard output: Bad file' bash -c "$hoist run $demo -p x -n 2 >&-"
+check stop_loading 0 '^gone$' bash -c "$hoist serve synthetic:glm-5.3-flash,layers=6,experts=8 --port 0 & sleep 1; kill %1
+    for i in {1..30}; do kill -0 %1 2>/dev/null || { echo gone; exit; }; sleep 0.1; done; kill -9 %1"
+check ipv6_url 0 'serving on http://\[::1\]:|not (available|supported)' \
+    bash -c "$hoist serve $demo --host ::1 --port 0 & sleep 3; kill %1; wait"
+check left_answer 0 'cancelled$' bash -c "$hoist run $demo -p 'In the beginning God' --raw --temp 0 | head -c 5"
+check left_chat 0 '^I write' timeout 20 bash -c "yes 'Tell a story' | $hoist chat $demo | head -c 80 | sed 's/.*think.*/I write/'"
 check left_output 0 '^Hello' bash -c "set -o pipefail; $hoist bench decode $demo -n 4 --streams 1 | head -n 1 | sed 's/.*/Hello/'"
 check inspect 0 'routed experts' "$hoist" inspect $demo
 check inspect_verify 0 'verified' "$hoist" inspect $demo --verify --tensors

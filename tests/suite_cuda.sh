@@ -13,10 +13,12 @@ trap 'rm -rf "$dir"' EXIT
 # To PTX, hardly optimised: seconds a file. The text is chosen by 80 (as 86), 89, 90a, and 120a (as 121a); where
 # there must be none of an architecture's instructions only ptxas would refuse them.
 ptx() {
-    local f=$1 out=$dir/$2-$(basename "$1").ptx
+    local f=$1 out=$dir/$2-$(basename "$1").ptx code
     "$nvcc" -std=c++17 --fmad=false -Iinclude -Isrc -arch=compute_$2 -Xcicc -O0 -ptx "$f" -o "$out" 2>&1 |
         grep -m 3 -E 'error|fatal'
     [ -s "$out" ] || echo "$f: nothing came"
+    case $2 in 90a) code=' = 2' ;; 120a) code=' = 1' ;; *) code= ;; esac # what the host asks of the code
+    [ "${f##*/}" != cuda.cu ] || grep -q "\.u32 loaded$code;" "$out" || echo "$f: says that it is for another GPU"
     case $2 in
     80) grep -m 1 -HE 'wgmma|setmaxnreg|cp\.async\.bulk|griddepcontrol|cvt[.a-z0-9]*\.e4m3' "$out" ;;
     89) grep -m 1 -HE 'wgmma|setmaxnreg|cp\.async\.bulk|griddepcontrol' "$out" ;;

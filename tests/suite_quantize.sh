@@ -30,6 +30,16 @@ cp -r "$tmp/mini" "$tmp/odd"
 sed -i 's/"dtype": "F16"/"dtype": "I16"/' "$tmp/odd/model.safetensors"
 refuse bad_dtype 'lm_head\.weight: .*I16' "$tmp/odd" "$tmp/x" --bits 4 --calib none
 
+# A disk that is too small says so before anything is measured or written there.
+if unshare -Urm true 2>/dev/null; then
+    mkdir "$tmp/disk"
+    check small_disk 1 'the conversion needs .* there, only .* are free' unshare -Urm bash -c '
+        mount -t tmpfs -o size=64k none "$1" && exec "$2" quantize "$3" "$1/x" --bits 5 --calib "$3/calib.json"
+        ' _ "$tmp/disk" "$hoist" "$tmp/mini"
+else
+    echo 'SKIP quantize_small_disk: no user namespaces here'
+fi
+
 # Broken off after the sixth matrix, then resumed; and in one go.
 "$hoist" quantize "$tmp/mini" "$tmp/killed" --bits 5 --threads 1 --calib "$tmp/mini/calib.json" >"$tmp/log" 2>&1 &
 pid=$!

@@ -1,13 +1,18 @@
-"""hoist chat at a terminal: several lines that come at once are one message, and a line that the
-terminal cuts is refused.   tests/terminal.py HOIST MODEL"""
+"""hoist chat at a terminal of 40 columns: several lines that come at once are one message, a line that
+the terminal cuts is refused, what a long message takes is shown.   tests/terminal.py HOIST MODEL"""
+import fcntl
 import os
 import pty
+import re
+import struct
 import sys
+import termios
 import time
 
 pid, fd = pty.fork()
 if pid == 0:
     os.execv(sys.argv[1], [sys.argv[1], 'chat', sys.argv[2], '--temp', '0', '-n', '1'])
+fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack('HHHH', 24, 40, 0, 0))
 seen = b''
 
 
@@ -33,11 +38,17 @@ put(b'four\n')
 until(b'(length)', 2)
 put(b'x' * 5000 + b'\n')
 until(b'4095 bytes')
-put(b'/quit\n')
+put((b'a long word ' * 8 + b'\n') * 120)
+until(b'Enter sends', 2)
+put(b'\n')
+until(b'(length)', 3)
+put(b'\x04')
 try:
     until(b'never')
 except OSError:
     pass
 _, status = os.waitpid(pid, 0)
 answers = seen.count(b'(length)')
-print('hoist chat: ok' if status == 0 and answers == 2 else f'hoist chat: status {status}, {answers} answers')
+shown = re.findall(rb'\r(reading prompt: \d+ of \d+ tokens *)\r', seen)
+good = status == 0 and answers == 3 and shown and all(len(x) < 40 for x in shown) and seen.endswith(b'> \r\n')
+print('hoist chat: ok' if good else f'hoist chat: status {status}, {answers} answers, {shown[-1:]}, {seen[-20:]}')

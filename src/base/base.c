@@ -31,7 +31,7 @@ static const double bucket_bound[] = {
     0.2,   0.3,   0.5,   0.75,  1,      1.5,  2,     3,    5,    7.5,  10,    20,  40,
     80,    160,   320,   640,   1000,   2e3,  5e3,   1e4,  2e4,  5e4,  1e5,   2e5, 1e6
 };
-#define HISTOGRAM_BUCKETS (sizeof bucket_bound / sizeof bucket_bound[0])
+#define HISTOGRAM_BUCKETS HX_LEN(bucket_bound)
 
 static struct {
     _Atomic int64_t live; /* allocations and mappings not yet freed */
@@ -675,7 +675,7 @@ int hx_file_read(const char *path, size_t max, char **out, size_t *n, hx_err *er
     *n = 0;
     if ((rc = open_file(path, &fd, &size, err)) != 0)
         return rc;
-    /* The size is only a hint: pipes and /proc say 0, and files grow. */
+    /* The size is only a hint: /proc says 0, and files grow. */
     for (size_t want = HX_MIN((size_t)size, max) + 1;; want = 65536) {
         if (b.n > max) {
             rc = hx_fail(err, HX_ELIMIT, "%s: more than %zu bytes", path, max);

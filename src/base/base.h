@@ -97,7 +97,8 @@ bool hx_utf8_ok(const char *p, size_t n);
 /* How many bytes of a maximal invalid part start at p (Unicode 3.9, U+FFFD practice). */
 size_t hx_utf8_bad(const char *p, size_t n);
 
-/* "24GiB", "900MB", "64k" (KiB), "1.5G"; plain digits are bytes, from 1,024 on. */
+/* "24GiB", "900MB", "64k" (KiB), "1.5G"; plain digits are bytes, from 1,024 on. Errors:
+ * HX_EARG. */
 int hx_parse_size(const char *s, uint64_t *out, hx_err *err);
 
 /* ---- JSON ------------------------------------------------------------ */
@@ -118,7 +119,8 @@ typedef enum {
  * 0: 64). Errors: HX_EFORMAT with the byte offset, HX_ENOMEM. Freed with hx_json_free().
  */
 int hx_json_parse(hx_json **out, hx_str text, int max_depth, hx_err *err);
-/* The same of a file of at most max bytes; every error begins with its path. */
+/* The same of a file of at most max bytes; every error begins with its path. Errors: also
+ * HX_EIO, HX_ELIMIT. */
 int hx_json_read(hx_json **out, const char *path, size_t max, hx_err *err);
 void hx_json_free(hx_json *j);
 
@@ -151,9 +153,11 @@ typedef struct {
     size_t n;
 } hx_file; /* a read-only mapping */
 
-int hx_file_map(hx_file *out, const char *path, hx_err *err); /* empty: HX_EFORMAT */
+/* Errors: HX_EIO, HX_EFORMAT: it is empty. */
+int hx_file_map(hx_file *out, const char *path, hx_err *err);
 void hx_file_unmap(hx_file *f);
-/* The whole file as bytes, at most max. *out->p is freed with hx_free(). */
+/* The whole file as bytes and a final NUL; *out is freed with hx_free(). Errors: HX_EIO,
+ * HX_ELIMIT: more than max bytes, HX_ENOMEM. */
 int hx_file_read(const char *path, size_t max, char **out, size_t *n, hx_err *err);
 bool hx_file_exists(const char *path);
 

@@ -6,7 +6,6 @@
 #include <stdint.h>
 #include <cmocka.h>
 
-#include <inttypes.h>
 #include <locale.h>
 #include <malloc.h>
 #include <pthread.h>

@@ -8,17 +8,6 @@
 
 #include "cli/bench_compare.c"
 
-int cli_write(const char *path, const hx_sb *b, hx_err *err)
-{
-    (void)path, (void)b, (void)err;
-    return 0;
-}
-
-int cli_fail(const hx_err *err)
-{
-    return err->code;
-}
-
 static logs logs_from(const double *v, int n)
 {
     hx_sb b = { 0 };

@@ -143,12 +143,18 @@ static int answer(chat *t, const int32_t *ids, int64_t n, hx_err *err)
     t->content.n = t->reasoning.n = 0;
     interrupted = 0;
     do {
-        if (interrupted)
+        if (interrupted || ferror(stdout))
             hx_cancel(s);
-        if (hx_next(s, &ev, 100) == 1 && ev.kind == HX_EV_TOKENS)
+        if (hx_next(s, &ev, 100) != 1)
+            continue;
+        if (ev.kind == HX_EV_PROGRESS)
+            cli_show_reading(&ev);
+        else if (ev.kind == HX_EV_TOKENS)
             cli_reply_feed(reply, &ev, on_reply, t, err);
         fflush(stdout);
     } while (ev.kind != HX_EV_DONE && ev.kind != HX_EV_ERROR);
+    if (ev.generated == 0 && ev.prompt > 2048)
+        cli_progress(" "); /* Ctrl-C while it was read */
     hx_reply_end(reply, on_reply, t, NULL, err);
     end_reasoning(t);
     printf("%s\n", ev.stop == HX_STOP_CANCEL   ? " (stopped)"
@@ -270,17 +276,19 @@ static void loop(chat *t)
     hx_sb text = { 0 };
     bool bad;
 
-    for (;;) {
+    while (!ferror(stdout)) {
         if (t->person) {
             printf("> ");
             fflush(stdout);
         }
         interrupted = 0;
         if (!read_text(t, &text, &bad)) {
+            if (t->person)
+                putchar('\n');
             if (!interrupted || !t->person)
                 break;
             clearerr(stdin); /* Ctrl-C at the prompt */
-            printf("\n(Ctrl-D or /quit leaves)\n");
+            printf("(Ctrl-D or /quit leaves)\n");
         } else if (bad || text.n == 0) {
             continue;
         } else if (text.p[0] != '/' || memchr(text.p, '\n', text.n) != NULL) {

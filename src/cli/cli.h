@@ -49,6 +49,11 @@ int cli_write(const char *path, const hx_sb *b, hx_err *err); /* the whole file 
 /* Before hours of work whose result goes there. 0; else it printed why. NULL is fine. */
 int cli_try_write(const char *path);
 void cli_bytes(char out[32], uint64_t n); /* "1.5 GiB" */
+/* A line on stderr over the one before, cut to the terminal; " " clears it. Nothing where
+ * nobody watches. */
+void cli_progress(const char *fmt, ...) HX_PRINTF(1, 2);
+/* How far a long prompt is. */
+void cli_show_reading(const hx_event *ev);
 
 /* Parses the answer to the prompt ids [n]; freed with hx_reply_close(). */
 int cli_reply_open(hx_reply **out, hx_engine *e, const int32_t *ids, int64_t n,

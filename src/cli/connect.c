@@ -410,6 +410,7 @@ static int merge_text(hx_sb *out, hx_str theirs, hx_str mine, const char *path,
                       hx_err *err)
 {
     hx_json *a = NULL, *b = NULL;
+    hx_sb same = { 0 };
     int rc = hx_json_parse(&a, theirs, 0, NULL);
 
     if (rc == 0 && hx_json_kind(a) != HX_JSON_OBJECT)
@@ -420,8 +421,15 @@ static int merge_text(hx_sb *out, hx_str theirs, hx_str mine, const char *path,
                     "%s: has comments or is no JSON object; add the above by hand", path);
     else if ((rc = hx_json_parse(&b, mine, 0, err)) == 0) {
         merge(out, a, b, 0);
-        hx_sb_char(out, '\n');
+        merge(&same, a, NULL, 0);
+        if (!same.bad && out->n == same.n && memcmp(out->p, same.p, same.n) == 0) {
+            out->n = 0;
+            hx_sb_add(out, theirs.p, theirs.n);
+        } else {
+            hx_sb_char(out, '\n');
+        }
     }
+    hx_sb_free(&same);
     hx_json_free(a);
     hx_json_free(b);
     return rc;
@@ -439,6 +447,10 @@ static int compose(hx_sb *out, const part *p, const char *path, hx_str text, hx_
     }
     if (p->kind == JSON)
         return merge_text(out, was, text, path, err);
+    if (memmem(was.p, was.n, text.p, text.n) != NULL) {
+        hx_sb_add(out, was.p, was.n);
+        return 0;
+    }
     if (p->kind == CREATE || (mark != NULL && memmem(was.p, was.n, mark, strlen(mark))))
         return hx_fail(err, HX_EARG, "%s: is there already; change it by hand", path);
     hx_sb_add(out, was.p, was.n);
@@ -501,6 +513,10 @@ static int write_part(const part *p, const char *home, hx_str text, hx_err *err)
         rc = hx_fail(err, HX_ENOMEM, "%s: no memory", path);
         goto fail;
     }
+    if (was != NULL && out.n == n && memcmp(out.p, was, n) == 0) {
+        fprintf(stderr, "%s: has it already\n", path); /* and .bak what was before */
+        goto fail;
+    }
     if (!ask(path, was != NULL)) {
         fprintf(stderr, "left as it is\n");
         goto fail;
@@ -536,7 +552,7 @@ static int show(const client *k, const server *s, const hx_cli *c, const char *h
             rc = write_part(p, home, (hx_str) { text.p, text.n }, err);
         hx_sb_free(&text);
     }
-    if (k->after != NULL)
+    if (rc == 0 && k->after != NULL)
         printf("# then: %s\n", k->after);
     return rc;
 }

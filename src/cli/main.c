@@ -1,6 +1,6 @@
 /* main.c - the command line: one table of commands and one of options, from which help,
  * man page and parsing follow; opening an engine with its progress. Commands live in
- * files of their own (cmd_* in cli.h). The only place that prints or sets the exit status. */
+ * files of their own (cmd_* in cli.h), whose result is the exit status. */
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -182,7 +182,8 @@ static const option options[] = {
       CONNECT, 0, 0 },
     { "--home", "DIR", "where those files are (your home folder)", OPT_STR, AT(home), 0,
       CONNECT, 0, 0 },
-    { "-p", "TEXT", "the prompt", OPT_STR, AT(prompt), 0, RUN, 0, 0 },
+    { "-p", "TEXT", "the prompt; -: what comes on standard input", OPT_STR, AT(prompt), 0,
+      RUN, 0, 0 },
     { "-n", "N", "most tokens to generate", OPT_INT, AT(n), 0, RUN | CHAT | BENCH | SCORE,
       1, INT32_MAX },
     { "--temp", "T", "temperature; 0 is greedy (the model's)", OPT_NUM, AT(temp),
@@ -389,6 +390,8 @@ static int set_option(hx_cli *c, const option *o, const char *value, hx_err *err
         *(bool *)(void *)at = true;
         return 0;
     case OPT_STR:
+        if (*value == '\0')
+            return hx_fail(err, HX_EARG, "%s: empty, expected %s", o->name, o->arg);
         memcpy(at, &value, sizeof value);
         return 0;
     case OPT_INT:
@@ -420,6 +423,8 @@ static int set_word(hx_cli *c, const command *cmd, const char *word, hx_err *err
                        strcmp(word, "prefill") == 0 || strcmp(word, "serve") == 0 ||
                        strcmp(word, "compare") == 0 || strcmp(word, "trace") == 0);
 
+    if (*word == '\0')
+        return hx_fail(err, HX_EARG, "found an empty word, expected %s", cmd->args);
     if (what || (cmd->bit == CONNECT && c->what == NULL))
         c->what = word;
     else if (c->model == NULL && cmd->bit != CONNECT)
@@ -466,52 +471,6 @@ static int parse(hx_cli *c, const command *cmd, int argc, char **argv, hx_err *e
 }
 
 /* ---- what commands share ---------------------------------------------- */
-
-int cli_fail(const hx_err *err)
-{
-    fprintf(stderr, "hoist: %s\n", err->msg);
-    return 1;
-}
-
-int cli_write(const char *path, const hx_sb *b, hx_err *err)
-{
-    FILE *f;
-    bool good;
-
-    if (b->bad)
-        return hx_fail(err, HX_ENOMEM, "%s: no memory for what goes there", path);
-    if ((f = fopen(path, "w")) == NULL)
-        return hx_fail(err, HX_EIO, "%s: %s", path, strerror(errno));
-    good = fwrite(b->p, 1, b->n, f) == b->n;
-    good = fclose(f) == 0 && good;
-    return good ? 0 : hx_fail(err, HX_EIO, "%s: write failed: %s", path, strerror(errno));
-}
-
-int cli_try_write(const char *path)
-{
-    FILE *f = path != NULL ? fopen(path, "a") : NULL;
-
-    if (path != NULL && f == NULL) {
-        fprintf(stderr, "hoist: %s: %s\n", path, strerror(errno));
-        return 1;
-    }
-    if (f != NULL)
-        fclose(f);
-    return 0;
-}
-
-void cli_bytes(char out[32], uint64_t n)
-{
-    static const char *const unit[] = { "B", "KiB", "MiB", "GiB", "TiB" };
-    double v = (double)n;
-    size_t u = 0;
-
-    while (v >= 1024 && u + 1 < HX_LEN(unit)) {
-        v /= 1024;
-        u++;
-    }
-    snprintf(out, 32, u == 0 ? "%.0f %s" : "%.1f %s", v, unit[u]);
-}
 
 static int32_t find_token(void *ud, hx_str text)
 {
@@ -608,7 +567,6 @@ static const char *demo_model(char *path, size_t cap)
 
 typedef struct {
     int64_t start_us, last_us;
-    bool person;
     hx_load_fn *also;
     void *ud;
 } load_view;
@@ -624,16 +582,16 @@ static void on_load(void *ud, uint64_t done, uint64_t total)
 
     if (v->also != NULL)
         v->also(v->ud, done, total);
-    if (!v->person || now - v->start_us < 300000 ||
-        (now - v->last_us < 100000 && done < total))
+    if (now - v->start_us < 300000 || (now - v->last_us < 100000 && done < total))
         return;
     v->last_us = now;
     cli_bytes(a, done);
     cli_bytes(b, total);
-    fprintf(stderr, "\rloading [%.*s%*s] %s of %s ", full,
-            "##############################", width - full, "", a, b);
     if (done == total)
-        fprintf(stderr, "\r%70s\r", "");
+        cli_progress(" ");
+    else
+        cli_progress("loading %s of %s [%.*s%*s]", a, b, full,
+                     "##############################", width - full, "");
 }
 
 /* Five times in microseconds, like "2,190,240,60,20". */
@@ -652,9 +610,7 @@ static bool read_costs(const char *s, float out[5])
 
 int cli_open_engine(hx_engine **out, const hx_cli *c, hx_load_fn *also, void *ud)
 {
-    load_view view = {
-        .start_us = hx_now_us(), .person = isatty(2) == 1, .also = also, .ud = ud
-    };
+    load_view view = { .start_us = hx_now_us(), .also = also, .ud = ud };
     hx_options opt = { .model_dir = c->model,
                        .device = c->device,
                        .cpu_isa = c->isa,
@@ -807,7 +763,7 @@ static int run_command(int argc, char **argv)
         c.model = demo_model(demo, sizeof demo);
     if (c.model == NULL && cmd->bit != CONNECT) {
         fprintf(stderr, "hoist: %s needs %s; see hoist %s --help\n", cmd->name,
-                cmd->bit == PULL ? cmd->args : "a MODEL", cmd->name);
+                cmd->args[0] == '[' ? "a MODEL" : cmd->args, cmd->name);
         return 2;
     }
     return cmd->run(&c);

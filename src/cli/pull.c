@@ -778,7 +778,7 @@ static void show(void *ud, uint64_t done, uint64_t total)
         cli_bytes(b, total);
         fprintf(stderr, "%s of %s to fetch\n", a, b);
     }
-    if (isatty(2) != 1 || (now - v->last_us < 200000 && done < total))
+    if (now - v->last_us < 200000 && done < total)
         return;
     v->last_us = now;
     const double s = (double)(now - v->start_us) / 1e6,
@@ -786,10 +786,11 @@ static void show(void *ud, uint64_t done, uint64_t total)
     cli_bytes(a, done);
     cli_bytes(b, total);
     cli_bytes(rate, (uint64_t)per_s);
-    fprintf(stderr, "\r%s of %s, %s/s, %.0f s to go   ", a, b, rate,
-            per_s > 0 ? (double)(total - done) / per_s : 0.0);
     if (done == total)
-        fprintf(stderr, "\r%60s\r", "");
+        cli_progress(" ");
+    else
+        cli_progress("%s of %s, %s/s, %.0f s to go", a, b, rate,
+                     per_s > 0 ? (double)(total - done) / per_s : 0.0);
 }
 
 int cmd_pull(const hx_cli *c)

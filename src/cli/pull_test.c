@@ -19,22 +19,6 @@
 #include "cli/pull_file.c"
 #include "cli/pull_net.c"
 
-int cli_write(const char *path, const hx_sb *b, hx_err *err)
-{
-    (void)path, (void)b, (void)err;
-    return 0;
-}
-
-int cli_fail(const hx_err *err)
-{
-    return err->code;
-}
-
-void cli_bytes(char out[32], uint64_t n)
-{
-    snprintf(out, 32, "%llu", (unsigned long long)n);
-}
-
 static void test_abi(void **state)
 {
     (void)state;

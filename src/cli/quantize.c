@@ -5,7 +5,6 @@
 #include <errno.h>
 #include <inttypes.h>
 #include <math.h>
-#include <stdlib.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
@@ -85,7 +84,7 @@ static void describe(const job *j, char line[512])
 
 static int read_options(const hx_cli *c, qz_plan_opt *o, hx_err *err)
 {
-    static const char *const names[HX_N_CB] = { "3inst", "mcg", "mul1" };
+    const char *wanted = c->codebook != NULL ? c->codebook : "mul1";
 
     *o = (qz_plan_opt) { .bits = c->bits,
                          .head_k2 = (int32_t)lrint(2 * c->head_bits),
@@ -94,17 +93,17 @@ static int read_options(const hx_cli *c, qz_plan_opt *o, hx_err *err)
                          .shard_bytes = SHARD_BYTES };
     if (c->bits == 0)
         return hx_fail(err, HX_EARG, "quantize needs --bits, the average per weight");
-    for (int i = 0; i < HX_N_CB; i++)
-        if (strcmp(c->codebook != NULL ? c->codebook : "mul1", names[i]) == 0)
-            o->codebook = (hx_codebook)i;
+    for (hx_codebook cb = 0; cb < HX_N_CB; cb++)
+        if (strcmp(wanted, qz_codebook_name(cb)) == 0)
+            o->codebook = cb;
     if (o->codebook == HX_N_CB)
         return hx_fail(err, HX_EARG, "--codebook %.40s: there are mul1, mcg and 3inst",
-                       c->codebook);
+                       wanted);
     if (c->half_rates && o->codebook != HX_CB_MUL1)
         return hx_fail(err, HX_EARG, "--half-rates: only codebook mul1 has them");
     if (o->head_k2 != 2 * c->head_bits || !hx_trellis_takes(o->codebook, o->head_k2))
         return hx_fail(err, HX_EARG, "--head-bits %g: codebook %s has no such rate",
-                       c->head_bits, names[o->codebook]);
+                       c->head_bits, wanted);
     if (c->calib == NULL)
         return hx_fail(
             err, HX_EARG,
@@ -154,6 +153,11 @@ static int read_lines(job *j, char *text, hx_err *err)
     return 0;
 }
 
+static int64_t weigh_rows(const job *j)
+{
+    return HX_MAX(WEIGH_TOKENS / j->text.cols, 1);
+}
+
 /* What errors in the classes of each layer do to the answers: measured once, then read
  * back, so that a resumed conversion has the same rates. */
 static int weigh(job *j, hx_err *err)
@@ -174,19 +178,21 @@ static int weigh(job *j, hx_err *err)
         hx_free(raw);
         return got == n ? 0 : hx_fail(err, HX_EFORMAT, "%s: has another size", path);
     }
-    rc = qz_calib_weigh(j->calib, j->plan.weight, HX_MAX(WEIGH_TOKENS / j->text.cols, 1),
-                        err);
+    rc = qz_calib_weigh(j->calib, j->plan.weight, weigh_rows(j), err);
     return rc != 0 ? rc : qz_write_file(path, j->plan.weight, n, err);
 }
 
+/* Before anything large is written or long measured: the rates that equal weights give are
+ * near enough. What weighing writes is gone when the output begins. */
 static int check_disk(const job *j, hx_err *err)
 {
-    uint64_t need = j->calib != NULL ? qz_calib_bytes(j->model, &j->text) : 0;
+    uint64_t need = qz_plan_bytes(&j->plan);
     struct statvfs fs;
     char a[32], b[32];
 
-    for (int32_t f = 0; f < j->plan.n_file; f++)
-        need += j->plan.file[f].head.n + j->plan.file[f].bytes;
+    if (j->text.n_row > 0)
+        need = HX_MAX(need + qz_calib_bytes(j->model, &j->text),
+                      qz_calib_weigh_bytes(j->model, &j->text, weigh_rows(j)));
     if (statvfs(j->out.dir, &fs) != 0)
         return hx_fail(err, HX_EIO, "%s: %s", j->out.dir, strerror(errno));
     const uint64_t have = (uint64_t)fs.f_bavail * fs.f_frsize;
@@ -302,33 +308,38 @@ static int convert(job *j, int64_t i, hx_err *err)
     hx_exl3_out out = { .trellis = hx_calloc((size_t)(n * k / 256), (size_t)(16 * u->k2)),
                         .suh = hx_new(uint16_t, k),
                         .svh = hx_new(uint16_t, n) };
+    hx_err why = { 0 };
     int rc;
 
-    if (w == NULL || out.trellis == NULL || out.suh == NULL || out.svh == NULL)
-        rc = hx_fail(err, HX_ENOMEM, "%.120s: no memory", u->key);
-    else if ((rc = read_unit(j, u, w, err)) == 0 && (rc = need_hessian(j, u, err)) == 0) {
-        const hx_exl3_job e = { .w = w,
-                                .h = j->hessian,
-                                .n = u->n,
-                                .k = u->k,
-                                .codebook = j->plan.opt.codebook,
-                                .k2 = u->k2,
-                                .seed = mix(MIX_START, u->key, strlen(u->key)),
-                                .dev = j->dev };
-
-        if ((rc = hx_exl3_encode(&e, pool_of(j), &out, err)) == 0 &&
-            (rc = qz_out_unit(&j->plan, u, out.trellis, out.suh, out.svh, err)) == 0)
-            rc = qz_out_note(&j->out, err, "unit %lld %.17g %.17g", (long long)i,
-                             out.proxy, out.mse);
-        if (rc != 0 && err->msg[0] != '\0' && strncmp(err->msg, "EXL3", 4) == 0) {
-            const hx_err inner = *err;
-
-            hx_fail(err, rc, "%.120s: %.120s", u->key, inner.msg);
-        }
-        j->score[i] = (score) { out.proxy, out.mse };
-        u->done = true;
-        j->done += (double)u->n * (double)u->k;
+    if (w == NULL || out.trellis == NULL || out.suh == NULL || out.svh == NULL) {
+        rc = hx_fail(err, HX_ENOMEM,
+                     "%.120s: no memory for %" PRId64 " x %" PRId64 " weights", u->key,
+                     u->n, u->k);
+        goto fail;
     }
+    if ((rc = read_unit(j, u, w, err)) != 0 || (rc = need_hessian(j, u, err)) != 0)
+        goto fail;
+    const hx_exl3_job e = { .w = w,
+                            .h = j->hessian,
+                            .n = u->n,
+                            .k = u->k,
+                            .codebook = j->plan.opt.codebook,
+                            .k2 = u->k2,
+                            .seed = mix(MIX_START, u->key, strlen(u->key)),
+                            .dev = j->dev };
+
+    if ((rc = hx_exl3_encode(&e, pool_of(j), &out, &why)) != 0) {
+        hx_fail(err, rc, "%.120s: %.120s", u->key, why.msg);
+        goto fail;
+    }
+    if ((rc = qz_out_unit(&j->plan, u, out.trellis, out.suh, out.svh, err)) != 0 ||
+        (rc = qz_out_note(&j->out, err, "unit %" PRId64 " %.17g %.17g", i, out.proxy,
+                          out.mse)) != 0)
+        goto fail;
+    j->score[i] = (score) { out.proxy, out.mse };
+    u->done = true;
+    j->done += (double)u->n * (double)u->k;
+fail:
     hx_free(w);
     hx_free(out.trellis);
     hx_free(out.suh);
@@ -433,11 +444,8 @@ static int convert_all(job *j, hx_err *err)
 
 static int write_report(const job *j, hx_err *err)
 {
-    char path[2200];
     hx_sb b = { 0 };
-    int rc;
 
-    snprintf(path, sizeof path, "%s/quant_report.json", j->out.dir);
     hx_sb_printf(&b, "{\"bits\": %.4f, \"modules\": {", j->plan.bits);
     for (int64_t i = 0; i < j->plan.n_unit; i++) {
         hx_sb_str(&b, i > 0 ? ",\n" : "\n");
@@ -446,10 +454,7 @@ static int write_report(const job *j, hx_err *err)
                      j->plan.unit[i].k2 / 2.0, j->score[i].mse, j->score[i].proxy);
     }
     hx_sb_str(&b, "}}\n");
-    rc = b.bad ? hx_fail(err, HX_ENOMEM, "quant_report.json: no memory")
-               : qz_write_file(path, b.p, b.n, err);
-    hx_sb_free(&b);
-    return rc;
+    return qz_out_save(&j->out, "quant_report.json", &b, err);
 }
 
 static void print_rates(const job *j)
@@ -542,20 +547,17 @@ static int prepare(job *j, hx_err *err)
     else
         rc = read_lines(j, text, err);
     hx_free(text);
-    if (rc != 0)
-        return rc;
-    if ((rc = open_device(j, err)) != 0)
-        return rc;
-    if ((rc = weigh(j, err)) != 0 || (rc = qz_plan_rates(&j->plan, err)) != 0 ||
-        (rc = qz_plan_layout(&j->plan, err)) != 0 ||
-        (!j->copied && (rc = check_disk(j, err)) != 0))
+    if (rc != 0 || (rc = qz_plan_rates(&j->plan, err)) != 0 ||
+        (!j->copied && (rc = check_disk(j, err)) != 0) ||
+        (rc = open_device(j, err)) != 0 || (rc = weigh(j, err)) != 0 ||
+        (rc = qz_plan_rates(&j->plan, err)) != 0 ||
+        (rc = qz_plan_layout(&j->plan, err)) != 0)
         return rc;
     return qz_out_files(&j->out, &j->plan, err);
 }
 
 static int run(job *j, hx_err *err)
 {
-    const qz_calib_size size = { j->text.n_row, j->text.cols };
     int rc;
 
     print_rates(j);
@@ -564,12 +566,12 @@ static int run(job *j, hx_err *err)
                (long long)j->plan.n_unit);
     fflush(stdout);
     j->start_us = hx_now_us();
-    if (!j->copied && ((rc = qz_out_copy(&j->out, &j->plan, err)) != 0 ||
+    if (!j->copied && ((rc = qz_out_copy(&j->plan, err)) != 0 ||
                        (rc = qz_out_note(&j->out, err, "copied")) != 0))
         return rc;
     if ((rc = convert_all(j, err)) != 0 || (rc = write_report(j, err)) != 0)
         return rc;
-    rc = qz_out_finish(&j->out, &j->plan, j->c->model, size, err);
+    rc = qz_out_finish(&j->out, &j->plan, j->c->model, &j->text, err);
     return rc != 0 ? rc : write_sums(j, err);
 }
 

@@ -94,9 +94,25 @@ int qz_plan_open(qz_plan *p, hx_model *m, const qz_plan_opt *opt, hx_err *err);
 void qz_plan_close(qz_plan *p);
 /* Rates of all groups for the wanted average. Errors: HX_EARG: none within the rates. */
 int qz_plan_rates(qz_plan *p, hx_err *err);
+/* Bytes of all output tensors at these rates; before the layout. */
+uint64_t qz_plan_bytes(const qz_plan *p);
 /* Names, sizes and places of all output tensors; headers of the files. */
 int qz_plan_layout(qz_plan *p, hx_err *err);
 const char *qz_class_name(int class);
+const char *qz_codebook_name(hx_codebook cb);
+bool qz_ends_with(const char *s, const char *tail);
+
+/* ---- calibration text ------------------------------------------------------ */
+
+typedef struct {
+    int32_t *id; /* all rows, one behind the other */
+    int64_t n_id, n_row, cols;
+} qz_text; /* every row has cols tokens, the last may have fewer */
+
+/* Rows of a text file, or of a JSON list of lists of ids. Freed with qz_text_free(). */
+int qz_text_read(qz_text *t, const char *path, const char *model_dir, int64_t max_rows,
+                 int64_t cols, int64_t n_vocab, hx_err *err);
+void qz_text_free(qz_text *t);
 
 /* ---- output -------------------------------------------------------------- */
 
@@ -112,15 +128,18 @@ int qz_write_at(int fd, const void *p, size_t n, uint64_t at, const char *name,
                 hx_err *err);
 int qz_read_at(int fd, void *p, size_t n, uint64_t at, const char *name, hx_err *err);
 
-/* Opens the folder. fresh: it must not exist or be empty; else it must hold a journal
- * with the same settings line. *text: the lines after it, freed with hx_free(). */
+/* Opens the folder: a new or empty one, or, with resume, one whose journal begins with the
+ * same settings line. *text: that journal, freed with hx_free(); NULL: it is new. */
 int qz_out_open(qz_out *o, const char *dir, const char *settings, bool resume,
                 char **text, hx_err *err);
 void qz_out_close(qz_out *o);
 int qz_out_note(qz_out *o, hx_err *err, const char *fmt, ...) HX_PRINTF(3, 4);
 
+/* Writes b as a file of the folder, whatever came of b, and frees it. */
+int qz_out_save(const qz_out *o, const char *name, hx_sb *b, hx_err *err);
+
 int qz_out_files(qz_out *o, qz_plan *p, hx_err *err); /* creates and opens the shards */
-int qz_out_copy(qz_out *o, qz_plan *p, hx_err *err);  /* all tensors that are copied */
+int qz_out_copy(const qz_plan *p, hx_err *err);       /* all tensors that are copied */
 /* Stores what came out of a unit, and reads it back as a matrix (into *mem, freed with
  * hx_free()). */
 int qz_out_unit(qz_plan *p, const qz_unit *u, const uint16_t *trellis,
@@ -128,25 +147,12 @@ int qz_out_unit(qz_plan *p, const qz_unit *u, const uint16_t *trellis,
 int qz_out_load(qz_plan *p, const qz_unit *u, hx_mat *m, void **mem, hx_err *err);
 /* Index, both configs, and all other files of the source folder; then the work folder
  * goes. */
-typedef struct {
-    int64_t rows, cols;
-} qz_calib_size;
-int qz_out_finish(qz_out *o, const qz_plan *p, const char *source, qz_calib_size calib,
+int qz_out_finish(qz_out *o, const qz_plan *p, const char *source, const qz_text *text,
                   hx_err *err);
 
 /* ---- calibration ----------------------------------------------------------- */
 
 typedef struct qz_calib qz_calib;
-
-typedef struct {
-    int32_t *id; /* all rows, one behind the other */
-    int64_t n_id, n_row, cols;
-} qz_text; /* every row has cols tokens, the last may have fewer */
-
-/* Rows of a text file, or of a JSON list of lists of ids. Freed with qz_text_free(). */
-int qz_text_read(qz_text *t, const char *path, const char *model_dir, int64_t max_rows,
-                 int64_t cols, int64_t n_vocab, hx_err *err);
-void qz_text_free(qz_text *t);
 
 /* A device and a graph that rows go through. work: folder for activations. */
 int qz_calib_open(qz_calib **out, hx_model *m, const qz_text *text, const char *work,
@@ -164,7 +170,9 @@ int qz_calib_pass(qz_calib *c, int64_t layer, hx_err *err);
 /* Hessian hess of layer, [k_pad, k_pad] floats from the work folder; freed with
  * hx_free(). */
 int qz_calib_hessian(qz_calib *c, int64_t layer, int32_t hess, float **out, hx_err *err);
-/* Bytes that work needs at most. */
+/* Bytes that the work folder needs at most: in passes, beside the output; and before there
+ * is any, to measure weights. */
 uint64_t qz_calib_bytes(const hx_model *m, const qz_text *text);
+uint64_t qz_calib_weigh_bytes(const hx_model *m, const qz_text *text, int64_t max_rows);
 
 #endif

@@ -538,9 +538,10 @@ static int row_begin(qz_calib *c, row_call *r, int64_t row, hx_err *err)
     return 0;
 }
 
-static size_t row_floats(const qz_calib *c)
+/* Of a token: its streams. */
+static size_t row_floats(const hx_model *m)
 {
-    return (size_t)(c->model->desc.streams * c->model->desc.width);
+    return (size_t)(m->desc.streams * m->desc.width);
 }
 
 static void activations_path(const qz_calib *c, int64_t layer, char path[2200])
@@ -555,7 +556,7 @@ static int row_load(qz_calib *c, const row_call *r, int64_t layer, uint64_t at, 
     if (layer == 0)
         return hx_graph_begin(c->graph, &r->batch, err);
     const hx_buf to = hx_graph_streams(c->graph);
-    const int64_t floats = r->batch.rows.n_row * (int64_t)row_floats(c);
+    const int64_t floats = r->batch.rows.n_row * (int64_t)row_floats(c->model);
     float *x;
     int rc;
 
@@ -568,7 +569,7 @@ static int row_load(qz_calib *c, const row_call *r, int64_t layer, uint64_t at, 
 
 static int row_save(qz_calib *c, const row_call *r, uint64_t at, int fd, hx_err *err)
 {
-    const int64_t floats = r->batch.rows.n_row * (int64_t)row_floats(c);
+    const int64_t floats = r->batch.rows.n_row * (int64_t)row_floats(c->model);
     float *x;
     const int rc = pull(c, hx_graph_streams(c->graph), floats, &x, err);
 
@@ -582,7 +583,8 @@ static int pass_row(qz_calib *c, int64_t row, int64_t layer, int in, int out, bo
                     hx_err *err)
 {
     const int64_t n_layer = c->model->desc.n_layer, n_out = OUT_ROWS;
-    const uint64_t at = (uint64_t)(row * c->text->cols) * row_floats(c) * sizeof(float);
+    const uint64_t at =
+        (uint64_t)(row * c->text->cols) * row_floats(c->model) * sizeof(float);
     row_call r;
     int rc = row_begin(c, &r, row, err);
 
@@ -683,17 +685,23 @@ static int write_hessians(qz_calib *c, int64_t layer, hx_err *err)
     return rc;
 }
 
+/* Of layer; n_layer: the input of lm_head's. */
+static int64_t n_hessian(const qz_calib *c, int64_t layer)
+{
+    const hx_model *m = c->model;
+
+    if (layer == m->desc.n_layer)
+        return 1;
+    return QZ_H_EXPERT + (m->layer[layer].ffn == HX_FFN_MOE ? m->desc.n_expert : 0);
+}
+
 int qz_calib_hessian(qz_calib *c, int64_t layer, int32_t hess, float **out, hx_err *err)
 {
+    const uint64_t sides = (uint64_t)n_hessian(c, layer) * sizeof(int64_t);
     char path[2200];
     uint64_t at = 0;
     int64_t k = 0;
     int fd, rc = 0;
-    const int64_t n =
-        layer < c->model->desc.n_layer
-            ? QZ_H_EXPERT +
-                  (c->model->layer[layer].ffn == HX_FFN_MOE ? c->model->desc.n_expert : 0)
-            : 1;
 
     *out = NULL;
     hessians_path(c, layer, path);
@@ -705,10 +713,12 @@ int qz_calib_hessian(qz_calib *c, int64_t layer, int32_t hess, float **out, hx_e
     }
     if (rc == 0 && k > 0) {
         if ((*out = hx_new(float, k *k)) == NULL)
-            rc = hx_fail(err, HX_ENOMEM, "calibration: no memory for a Hessian");
+            rc = hx_fail(err, HX_ENOMEM,
+                         "calibration: no memory for a Hessian of %lld inputs",
+                         (long long)k);
         else
-            rc = qz_read_at(fd, *out, (size_t)(k * k) * sizeof(float),
-                            at + (uint64_t)n * sizeof k, path, err);
+            rc = qz_read_at(fd, *out, (size_t)(k * k) * sizeof(float), sides + at, path,
+                            err);
     }
     close(fd);
     if (rc != 0) {
@@ -722,12 +732,10 @@ int qz_calib_hessian(qz_calib *c, int64_t layer, int32_t hess, float **out, hx_e
 
 int qz_calib_pass(qz_calib *c, int64_t layer, hx_err *err)
 {
-    const hx_desc *d = &c->model->desc;
-    const bool moe = layer < d->n_layer && c->model->layer[layer].ffn == HX_FFN_MOE;
     char in_path[2200], out_path[2200], old[2200];
     int in = -1, out = -1, rc = 0;
 
-    c->n_gram = layer < d->n_layer ? QZ_H_EXPERT + (moe ? d->n_expert : 0) : 1;
+    c->n_gram = n_hessian(c, layer);
     if ((c->gram = hx_new(gram, c->n_gram)) == NULL)
         return hx_fail(err, HX_ENOMEM, "calibration: no memory");
     activations_path(c, layer - 1, in_path);
@@ -771,7 +779,7 @@ typedef struct {
 static uint64_t variant_at(const qz_calib *c, const variants *v, int64_t variant,
                            int64_t row)
 {
-    return (uint64_t)((variant * v->rows + row) * c->text->cols) * row_floats(c) *
+    return (uint64_t)((variant * v->rows + row) * c->text->cols) * row_floats(c->model) *
            sizeof(float);
 }
 
@@ -898,7 +906,8 @@ int qz_calib_weigh(qz_calib *c, double (*weight)[QZ_N_CLASS], int64_t max_rows,
 
     snprintf(path, sizeof path, "%s/variants", c->work);
     if (v == NULL || clean == NULL) {
-        rc = hx_fail(err, HX_ENOMEM, "calibration: no memory");
+        rc = hx_fail(err, HX_ENOMEM, "calibration: no memory for logits of %d positions",
+                     OUT_ROWS);
     } else if ((v->fd = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0666)) < 0) {
         rc = hx_fail(err, HX_EIO, "%s: %s", path, strerror(errno));
     } else {
@@ -916,10 +925,21 @@ int qz_calib_weigh(qz_calib *c, double (*weight)[QZ_N_CLASS], int64_t max_rows,
     return rc;
 }
 
+uint64_t qz_calib_weigh_bytes(const hx_model *m, const qz_text *text, int64_t max_rows)
+{
+    const uint64_t tokens = (uint64_t)(HX_MIN(max_rows, text->n_row) * text->cols);
+    uint64_t n = 1;
+
+    for (int64_t l = 0; l < m->desc.n_layer; l++)
+        for (int k = 0; k < QZ_N_CLASS; k++)
+            n += has_class(&m->layer[l], k);
+    return n * tokens * row_floats(m) * sizeof(float);
+}
+
 uint64_t qz_calib_bytes(const hx_model *m, const qz_text *text)
 {
     const hx_desc *d = &m->desc;
-    const uint64_t row = (uint64_t)(d->streams * d->width) * sizeof(float);
+    const uint64_t row = row_floats(m) * sizeof(float);
     const int64_t side[] = { d->width, d->q_rank,
                              HX_MAX(d->kda_heads * d->kda_width,
                                     d->mla_heads * d->v_width),

@@ -27,11 +27,11 @@ static int io_error(hx_err *err, const char *name)
     return hx_fail(err, HX_EIO, "%s: %s", name, strerror(errno));
 }
 
-static int join(char *out, size_t cap, const char *dir, const char *name, hx_err *err)
+static int join(char out[2200], const char *dir, const char *name, hx_err *err)
 {
-    const int n = snprintf(out, cap, "%s/%s", dir, name);
+    const int n = snprintf(out, 2200, "%s/%s", dir, name);
 
-    return n > 0 && (size_t)n < cap
+    return n > 0 && n < 2200
                ? 0
                : hx_fail(err, HX_EARG, "%.200s…: the path is too long", dir);
 }
@@ -85,6 +85,18 @@ int qz_write_file(const char *path, const void *p, size_t n, hx_err *err)
     close(fd);
     if (rc == 0 && rename(part, path) != 0)
         rc = io_error(err, path);
+    return rc;
+}
+
+int qz_out_save(const qz_out *o, const char *name, hx_sb *b, hx_err *err)
+{
+    char path[2200];
+    int rc = join(path, o->dir, name, err);
+
+    if (rc == 0)
+        rc = b->bad ? hx_fail(err, HX_ENOMEM, "%s: no memory", name)
+                    : qz_write_file(path, b->p, b->n, err);
+    hx_sb_free(b);
     return rc;
 }
 
@@ -202,7 +214,7 @@ int qz_out_files(qz_out *o, qz_plan *p, hx_err *err)
         qz_file *f = &p->file[i];
         char path[2200];
 
-        if ((rc = join(path, sizeof path, o->dir, f->name, err)) != 0)
+        if ((rc = join(path, o->dir, f->name, err)) != 0)
             return rc;
         if ((f->fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666)) < 0 ||
             ftruncate(f->fd, (off_t)(f->head.n + f->bytes)) != 0)
@@ -249,11 +261,10 @@ static int copy_fp8(const qz_plan *p, const qz_tensor *t, hx_err *err)
     return rc;
 }
 
-int qz_out_copy(qz_out *o, qz_plan *p, hx_err *err)
+int qz_out_copy(const qz_plan *p, hx_err *err)
 {
     int rc;
 
-    (void)o;
     for (int64_t i = 0; i < p->n_tensor; i++) {
         const qz_tensor *t = &p->tensor[i];
         uint64_t at = place_of(p, t);
@@ -273,10 +284,11 @@ int qz_out_copy(qz_out *o, qz_plan *p, hx_err *err)
     return 0;
 }
 
+static const uint32_t marker[HX_N_CB] = { 0, HX_EXL3_MCG, HX_EXL3_MUL1 };
+
 int qz_out_unit(qz_plan *p, const qz_unit *u, const uint16_t *trellis,
                 const uint16_t *suh, const uint16_t *svh, hx_err *err)
 {
-    static const uint32_t marker[HX_N_CB] = { 0, HX_EXL3_MCG, HX_EXL3_MUL1 };
     const void *const part[4] = { trellis, suh, svh, &marker[p->opt.codebook] };
     const qz_tensor *t = &p->tensor[u->tensor];
     const qz_file *f = &p->file[t->file];
@@ -319,18 +331,16 @@ int qz_out_load(qz_plan *p, const qz_unit *u, hx_mat *m, void **mem, hx_err *err
 /* ---- the end --------------------------------------------------------------------- */
 
 /* Members of the quantization_config, without the braces. */
-static void put_config(hx_sb *b, const qz_plan *p, qz_calib_size calib,
+static void put_config(hx_sb *b, const qz_plan *p, const qz_text *text,
                        const hx_json *before)
 {
-    static const char *const codebook[HX_N_CB] = { "3inst", "mcg", "mul1" };
-
     hx_sb_printf(b,
                  "\"quant_method\": \"exl3\", \"version\": \"" FORMAT_MAKER
                  "\", \"bits\": %.4g, \"head_bits\": %g, \"calibration\": {\"rows\": "
                  "%lld, \"cols\": %lld}, \"out_scales\": \"always\", \"codebook\": "
                  "\"%s\", \"quantized_by\": \"hoist " HX_VERSION "\"",
-                 p->bits, p->opt.head_k2 / 2.0, (long long)calib.rows,
-                 (long long)calib.cols, codebook[p->opt.codebook]);
+                 p->bits, p->opt.head_k2 / 2.0, (long long)text->n_row,
+                 (long long)text->cols, qz_codebook_name(p->opt.codebook));
     if (before != NULL) {
         hx_sb_str(b, ", \"original_quantization_config\": ");
         hx_json_write(b, before);
@@ -338,11 +348,9 @@ static void put_config(hx_sb *b, const qz_plan *p, qz_calib_size calib,
 }
 
 static int write_config(const qz_out *o, const qz_plan *p, const hx_json *config,
-                        qz_calib_size calib, hx_err *err)
+                        const qz_text *text, hx_err *err)
 {
-    char path[2200];
     hx_sb b = { 0 };
-    int rc = join(path, sizeof path, o->dir, "config.json", err);
 
     hx_sb_str(&b, "{");
     for (size_t i = 0; i < hx_json_len(config); i++) {
@@ -358,13 +366,9 @@ static int write_config(const qz_out *o, const qz_plan *p, const hx_json *config
         hx_sb_str(&b, ",");
     }
     hx_sb_str(&b, "\n    \"quantization_config\": {");
-    put_config(&b, p, calib, hx_json_get(config, "quantization_config"));
+    put_config(&b, p, text, hx_json_get(config, "quantization_config"));
     hx_sb_str(&b, "}\n}\n");
-    if (rc == 0)
-        rc = b.bad ? hx_fail(err, HX_ENOMEM, "config.json: no memory")
-                   : qz_write_file(path, b.p, b.n, err);
-    hx_sb_free(&b);
-    return rc;
+    return qz_out_save(o, "config.json", &b, err);
 }
 
 static const char *torch_name(hx_dtype d)
@@ -416,14 +420,16 @@ static int by_module(const void *a, const void *b)
 }
 
 /* Tensors that are copied, under the names of their modules. */
-static int put_plain_modules(hx_sb *b, const qz_plan *p, hx_err *err)
+static void put_plain_modules(hx_sb *b, const qz_plan *p)
 {
     const qz_tensor **list = hx_new(const qz_tensor *, HX_MAX(p->n_tensor, 1));
     const char *open = NULL;
     int64_t n = 0;
 
-    if (list == NULL)
-        return hx_fail(err, HX_ENOMEM, "quantization_config.json: no memory");
+    if (list == NULL) {
+        b->bad = true;
+        return;
+    }
     for (int64_t i = 0; i < p->n_tensor; i++)
         if (p->tensor[i].src[0] != NULL)
             list[n++] = &p->tensor[i];
@@ -444,20 +450,17 @@ static int put_plain_modules(hx_sb *b, const qz_plan *p, hx_err *err)
     }
     hx_sb_str(b, open != NULL ? "}}" : "");
     hx_free(list);
-    return 0;
 }
 
 /* tensor_storage: quantised modules with their rate, then the others. */
 static int write_storage(const qz_out *o, const qz_plan *p, const hx_json *config,
-                         qz_calib_size calib, hx_err *err)
+                         const qz_text *text, hx_err *err)
 {
-    const bool marked = p->opt.codebook != HX_CB_3INST;
-    char path[2200];
+    const uint32_t mark = marker[p->opt.codebook];
     hx_sb b = { 0 };
-    int rc = join(path, sizeof path, o->dir, "quantization_config.json", err);
 
     hx_sb_str(&b, "{");
-    put_config(&b, p, calib, hx_json_get(config, "quantization_config"));
+    put_config(&b, p, text, hx_json_get(config, "quantization_config"));
     hx_sb_str(&b, ", \"tensor_storage\": {");
     for (int64_t i = 0; i < p->n_unit; i++) {
         const qz_unit *u = &p->unit[i];
@@ -465,34 +468,26 @@ static int write_storage(const qz_out *o, const qz_plan *p, const hx_json *confi
         hx_sb_str(&b, i > 0 ? ",\n" : "\n");
         hx_json_put_str(&b, hx_str_c(u->key));
         hx_sb_str(&b, ": {\"stored_tensors\": {");
-        for (int j = 0; j < 3 + marked; j++) {
+        for (int j = 0; j < (mark != 0 ? 4 : 3); j++) {
             hx_sb_str(&b, j > 0 ? ", " : "");
             put_stored(&b, &p->tensor[u->tensor + j]);
         }
         hx_sb_printf(&b, "}, \"quant_format\": \"exl3\", \"bits_per_weight\": %g",
                      u->k2 / 2.0);
-        if (marked)
-            hx_sb_printf(&b, ", \"%s_multiplier\": %u",
-                         p->opt.codebook == HX_CB_MUL1 ? "mul1" : "mcg",
-                         p->opt.codebook == HX_CB_MUL1 ? HX_EXL3_MUL1 : HX_EXL3_MCG);
+        if (mark != 0)
+            hx_sb_printf(&b, ", \"%s_multiplier\": %u", qz_codebook_name(p->opt.codebook),
+                         mark);
         hx_sb_str(&b, "}");
     }
-    if (rc == 0)
-        rc = put_plain_modules(&b, p, err);
+    put_plain_modules(&b, p);
     hx_sb_str(&b, "}}\n");
-    if (rc == 0)
-        rc = b.bad ? hx_fail(err, HX_ENOMEM, "quantization_config.json: no memory")
-                   : qz_write_file(path, b.p, b.n, err);
-    hx_sb_free(&b);
-    return rc;
+    return qz_out_save(o, "quantization_config.json", &b, err);
 }
 
 static int write_index(const qz_out *o, const qz_plan *p, hx_err *err)
 {
-    char path[2200];
     hx_sb b = { 0 };
     uint64_t total = 0;
-    int rc = join(path, sizeof path, o->dir, "model.safetensors.index.json", err);
 
     for (int32_t f = 0; f < p->n_file - p->has_mtp; f++)
         total += p->file[f].bytes;
@@ -508,18 +503,7 @@ static int write_index(const qz_out *o, const qz_plan *p, hx_err *err)
         hx_sb_printf(&b, ": \"%s\"", p->file[t->file].name);
     }
     hx_sb_str(&b, "}}\n");
-    if (rc == 0)
-        rc = b.bad ? hx_fail(err, HX_ENOMEM, "index: no memory")
-                   : qz_write_file(path, b.p, b.n, err);
-    hx_sb_free(&b);
-    return rc;
-}
-
-static bool has_tail(const char *s, const char *tail)
-{
-    const size_t n = strlen(s), m = strlen(tail);
-
-    return n >= m && strcmp(s + n - m, tail) == 0;
+    return qz_out_save(o, "model.safetensors.index.json", &b, err);
 }
 
 /* Tokenizer, template, generation config, licence; not what is made anew, or speaks of the
@@ -528,8 +512,8 @@ static bool is_copied(const char *name)
 {
     static const char *const left[] = { "config.json", HX_SUMS_FILE,
                                         "hoist-source.json" };
-    bool copied = name[0] != '.' && !has_tail(name, ".safetensors") &&
-                  !has_tail(name, ".safetensors.index.json");
+    bool copied = name[0] != '.' && !qz_ends_with(name, ".safetensors") &&
+                  !qz_ends_with(name, ".safetensors.index.json");
 
     for (size_t i = 0; i < HX_LEN(left); i++)
         copied = copied && strcmp(name, left[i]) != 0;
@@ -551,8 +535,8 @@ static int copy_rest(const qz_out *o, const char *source, hx_err *err)
 
         if (!is_copied(e->d_name))
             continue;
-        if ((rc = join(from, sizeof from, source, e->d_name, err)) != 0 ||
-            (rc = join(to, sizeof to, o->dir, e->d_name, err)) != 0)
+        if ((rc = join(from, source, e->d_name, err)) != 0 ||
+            (rc = join(to, o->dir, e->d_name, err)) != 0)
             break;
         if (stat(from, &st) != 0 || !S_ISREG(st.st_mode) || st.st_size > CONFIG_MAX)
             continue;
@@ -583,18 +567,18 @@ static void remove_work(const qz_out *o)
     rmdir(o->work);
 }
 
-int qz_out_finish(qz_out *o, const qz_plan *p, const char *source, qz_calib_size calib,
+int qz_out_finish(qz_out *o, const qz_plan *p, const char *source, const qz_text *text,
                   hx_err *err)
 {
     char path[2200];
     hx_json *config = NULL;
     int rc;
 
-    if ((rc = join(path, sizeof path, source, "config.json", err)) == 0 &&
+    if ((rc = join(path, source, "config.json", err)) == 0 &&
         (rc = hx_json_read(&config, path, CONFIG_MAX, err)) == 0 &&
         (rc = copy_rest(o, source, err)) == 0 && (rc = write_index(o, p, err)) == 0 &&
-        (rc = write_storage(o, p, config, calib, err)) == 0)
-        rc = write_config(o, p, config, calib, err);
+        (rc = write_storage(o, p, config, text, err)) == 0)
+        rc = write_config(o, p, config, text, err);
     hx_json_free(config);
     for (int32_t f = 0; f < p->n_file && rc == 0; f++) {
         if (fsync(p->file[f].fd) != 0)

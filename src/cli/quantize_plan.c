@@ -21,6 +21,20 @@ const char *qz_class_name(int class)
     return names[class];
 }
 
+const char *qz_codebook_name(hx_codebook cb)
+{
+    static const char *const names[HX_N_CB] = { "3inst", "mcg", "mul1" };
+
+    return names[cb];
+}
+
+bool qz_ends_with(const char *s, const char *tail)
+{
+    const size_t n = strlen(s), m = strlen(tail);
+
+    return n >= m && memcmp(s + n - m, tail, m) == 0;
+}
+
 /* ---- which matrices -------------------------------------------------------- */
 
 /* Names inside a layer. q, k and v of a KDA layer become one matrix, as in the releases.
@@ -80,13 +94,6 @@ static int64_t take_number(const char **s)
     return v;
 }
 
-static bool ends_with(const char *s, const char *tail)
-{
-    const size_t n = strlen(s), m = strlen(tail);
-
-    return n >= m && memcmp(s + n - m, tail, m) == 0;
-}
-
 static const char *put(qz_plan *p, const char *a, size_t n, const char *b)
 {
     char name[512];
@@ -102,39 +109,36 @@ static int no_memory(hx_err *err)
     return hx_fail(err, HX_ENOMEM, "quantize: no memory for the plan");
 }
 
-static bool grow(void **list, int64_t n, int64_t *cap, size_t size)
+/* Room for one more than n: list, or what it has become; NULL: none, and list stays. */
+static void *grow(void *list, int64_t n, int64_t *cap, size_t size)
 {
-    void *more;
+    const int64_t more = HX_MAX(256, 2 * n);
 
     if (n < *cap)
-        return true;
-    *cap = HX_MAX(256, 2 * *cap);
-    if ((more = hx_realloc(*list, (size_t)*cap * size)) == NULL)
-        return false;
-    *list = more;
-    return true;
+        return list;
+    if ((list = hx_realloc(list, (size_t)more * size)) != NULL)
+        *cap = more;
+    return list;
 }
 
 static qz_unit *add_unit(qz_plan *p)
 {
-    void *list = p->unit;
-    const bool ok = grow(&list, p->n_unit, &p->cap_unit, sizeof *p->unit);
+    qz_unit *list = grow(p->unit, p->n_unit, &p->cap_unit, sizeof *list);
 
-    p->unit = list;
-    if (!ok)
+    if (list == NULL)
         return NULL;
+    p->unit = list;
     p->unit[p->n_unit] = (qz_unit) { .expert = -1, .hess = QZ_H_NONE };
     return &p->unit[p->n_unit++];
 }
 
 static qz_tensor *add_tensor(qz_plan *p)
 {
-    void *list = p->tensor;
-    const bool ok = grow(&list, p->n_tensor, &p->cap_tensor, sizeof *p->tensor);
+    qz_tensor *list = grow(p->tensor, p->n_tensor, &p->cap_tensor, sizeof *list);
 
-    p->tensor = list;
-    if (!ok)
+    if (list == NULL)
         return NULL;
+    p->tensor = list;
     p->tensor[p->n_tensor] = (qz_tensor) { .layer = QZ_LAYER_HEAD };
     return &p->tensor[p->n_tensor++];
 }
@@ -160,7 +164,7 @@ static int try_unit(qz_plan *p, const hx_tensor *t, hx_err *err)
     const rule *r = NULL;
     qz_unit *u;
 
-    if (!ends_with(t->name, ".weight") || t->n_dim != 2)
+    if (!qz_ends_with(t->name, ".weight") || t->n_dim != 2)
         return 0;
     if (layer == QZ_LAYER_HEAD && strcmp(t->name, "lm_head.weight") != 0)
         return 0;
@@ -231,10 +235,10 @@ static int try_conv(qz_plan *p, const hx_tensor *t, hx_err *err)
     qz_tensor *o;
 
     if (layer == QZ_LAYER_HEAD ||
-        (!ends_with(t->name, names[0]) && !ends_with(t->name, names[1]) &&
-         !ends_with(t->name, names[2])))
+        (!qz_ends_with(t->name, names[0]) && !qz_ends_with(t->name, names[1]) &&
+         !qz_ends_with(t->name, names[2])))
         return 0;
-    if (!ends_with(t->name, names[0]))
+    if (!qz_ends_with(t->name, names[0]))
         return 1;
     const size_t base = strlen(t->name) - strlen(names[0]);
 
@@ -267,7 +271,7 @@ static int add_copy(qz_plan *p, const hx_tensor *t, hx_err *err)
     const char *rest;
     qz_tensor *o;
 
-    if (ends_with(t->name, ".weight_scale_inv"))
+    if (qz_ends_with(t->name, ".weight_scale_inv"))
         return 0;
     if ((o = add_tensor(p)) == NULL)
         return no_memory(err);
@@ -304,7 +308,7 @@ int qz_plan_open(qz_plan *p, hx_model *m, const qz_plan_opt *opt, hx_err *err)
     for (int64_t i = 0; rc == 0 && i < hx_weights_count(w); i++) {
         const hx_tensor *t = hx_weights_at(w, i);
 
-        if (ends_with(t->name, ".trellis"))
+        if (qz_ends_with(t->name, ".trellis"))
             rc = hx_fail(err, HX_EUNSUP,
                          "%s: %.120s: this checkpoint is EXL3 already; quantise the "
                          "original instead",
@@ -360,9 +364,9 @@ static int32_t raise_rate(const qz_plan *p, int32_t k2)
     return 0;
 }
 
-/* Starts all groups one bit below the average and raises the one that gains most per bit,
- * until none fits. The gain is the fall in error times the group's weight, which was
- * measured with small errors: hence the start not at the lowest rate. */
+/* Starts all groups one bit below the average, rounded down, and raises the one that gains
+ * most per bit, until none fits. The gain is the fall in error times the group's weight,
+ * which was measured with small errors: hence the start not at the lowest rate. */
 int qz_plan_rates(qz_plan *p, hx_err *err)
 {
     const int64_t n_layer = p->model->desc.n_layer;
@@ -434,6 +438,32 @@ int qz_plan_rates(qz_plan *p, hx_err *err)
 
 /* ---- layout ------------------------------------------------------------------- */
 
+static uint64_t trellis_bytes(const qz_unit *u)
+{
+    return (uint64_t)(HX_EXL3_PAD(u->n) * HX_EXL3_PAD(u->k)) / 16 * (uint64_t)u->k2;
+}
+
+/* The marker of a codebook: a suffix, or NULL where it has none. */
+static const char *marker_of(hx_codebook cb)
+{
+    static const char *const suffix[HX_N_CB] = { NULL, ".mcg", ".mul1" };
+
+    return suffix[cb];
+}
+
+uint64_t qz_plan_bytes(const qz_plan *p)
+{
+    const uint64_t marker = marker_of(p->opt.codebook) != NULL ? 4 : 0;
+    uint64_t sum = 0;
+
+    for (int64_t i = 0; i < p->n_tensor; i++)
+        sum += p->tensor[i].bytes;
+    for (int64_t i = 0; i < p->n_unit; i++)
+        sum += trellis_bytes(&p->unit[i]) + marker +
+               2 * (uint64_t)(HX_EXL3_PAD(p->unit[i].n) + HX_EXL3_PAD(p->unit[i].k));
+    return sum;
+}
+
 static qz_tensor *add_part(qz_plan *p, const qz_unit *u, const char *suffix,
                            hx_dtype dtype, uint64_t bytes)
 {
@@ -451,11 +481,11 @@ static qz_tensor *add_part(qz_plan *p, const qz_unit *u, const char *suffix,
 static int add_parts(qz_plan *p, qz_unit *u, hx_err *err)
 {
     const int64_t n = HX_EXL3_PAD(u->n), k = HX_EXL3_PAD(u->k);
+    const char *marker = marker_of(p->opt.codebook);
     qz_tensor *t;
 
     u->tensor = p->n_tensor;
-    if ((t = add_part(p, u, ".trellis", HX_DT_I16,
-                      (uint64_t)(n * k) / 16 * (uint64_t)u->k2)) == NULL)
+    if ((t = add_part(p, u, ".trellis", HX_DT_I16, trellis_bytes(u))) == NULL)
         return no_memory(err);
     t->n_dim = 3;
     t->dim[0] = k / 16;
@@ -469,9 +499,7 @@ static int add_parts(qz_plan *p, qz_unit *u, hx_err *err)
         return no_memory(err);
     t->n_dim = 1;
     t->dim[0] = n;
-    if (p->opt.codebook != HX_CB_3INST &&
-        add_part(p, u, p->opt.codebook == HX_CB_MUL1 ? ".mul1" : ".mcg", HX_DT_I32, 4) ==
-            NULL)
+    if (marker != NULL && add_part(p, u, marker, HX_DT_I32, 4) == NULL)
         return no_memory(err);
     return 0;
 }

@@ -127,12 +127,15 @@ static void layout(void **state)
     o.shard_bytes = 100000;
     open_plan(&p, &m, &o);
     assert_int_equal(qz_plan_rates(&p, NULL), 0);
+    uint64_t bytes = qz_plan_bytes(&p);
+
     assert_int_equal(qz_plan_layout(&p, NULL), 0);
     assert_true(p.n_file > 2 && !p.has_mtp);
     memset(file_of, -1, sizeof file_of);
     for (int32_t f = 0; f < p.n_file; f++) {
         uint8_t *seen = hx_calloc(p.file[f].bytes, 1);
 
+        bytes -= p.file[f].bytes;
         assert_int_equal(p.file[f].head.n % 64, 0);
         for (int64_t i = 0; i < p.n_tensor; i++) {
             const qz_tensor *t = &p.tensor[i];
@@ -149,6 +152,7 @@ static void layout(void **state)
         assert_null(memchr(seen, 0, p.file[f].bytes));
         hx_free(seen);
     }
+    assert_int_equal(bytes, 0); /* all that was announced, and no more */
     qz_plan_close(&p);
     hx_model_close(m);
 }
@@ -311,6 +315,38 @@ static void calibration_files(void **state)
     qz_text_free(&t);
 }
 
+/* The file that weighing leaves for a while is as large as the disk was asked for. */
+static void room_to_weigh(void **state)
+{
+    const hx_dev_opt opt = { .name = "cpu", .n_threads = 1 };
+    variants v = { .rows = 2 };
+    hx_model *m;
+    qz_calib *c;
+    qz_text t;
+    struct stat st;
+    hx_err err;
+
+    (void)state;
+    put_file("rows.json", "[[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16],"
+                          "[16,15,14,13,12,11,10,9,8,7,6,5,4,3,2,1]]");
+    assert_int_equal(hx_model_open_mapped(&m, TINY, &err), 0);
+    assert_int_equal(
+        qz_text_read(&t, path_of("rows.json"), TINY, 10, 16, m->desc.n_vocab, &err), 0);
+    if (qz_calib_open(&c, m, &t, folder, &opt, &err) != 0)
+        fail_msg("%s", err.msg);
+    float *clean = hx_new(float, OUT_ROWS * m->desc.n_vocab);
+
+    v.fd = open(path_of("variants"), O_RDWR | O_CREAT | O_TRUNC, 0600);
+    assert_int_equal(run_variants(c, &v, clean, &err), 0);
+    assert_int_equal(fstat(v.fd, &st), 0);
+    assert_int_equal(st.st_size, qz_calib_weigh_bytes(m, &t, 2));
+    close(v.fd);
+    hx_free(clean);
+    qz_calib_close(c);
+    qz_text_free(&t);
+    hx_model_close(m);
+}
+
 static void journal(void **state)
 {
     char out[128], *text;
@@ -372,6 +408,7 @@ int main(void)
         cmocka_unit_test(more_than_config_says),
         cmocka_unit_test(shrinkage),
         cmocka_unit_test(calibration_files),
+        cmocka_unit_test(room_to_weigh),
         cmocka_unit_test(journal),
     };
 

@@ -9,14 +9,17 @@
 #include "cli/cli.h"
 #include "serve/serve.h"
 
+#define PROMPT_MAX (64 << 20) /* bytes of a prompt, far beyond any context */
+
 /* ---- serve ------------------------------------------------------------ */
 
 typedef struct {
     const hx_cli *c;
     hx_server *server;
     hx_engine *engine;
-    _Atomic bool opened; /* engine is there */
-    _Atomic bool stop;   /* ends a download */
+    _Atomic bool opening; /* the engine is on its way */
+    _Atomic bool opened;  /* it is there */
+    _Atomic bool stop;    /* ends a download */
     int rc;
 } loader;
 
@@ -76,6 +79,7 @@ static void *load(void *ud)
 {
     loader *l = ud;
     int64_t start;
+    const char *host = l->c->host != NULL ? l->c->host : "127.0.0.1";
     hx_info info;
 
     if (l->c->pull != NULL && (l->rc = fill_folder(l)) != 0) {
@@ -83,7 +87,10 @@ static void *load(void *ud)
         return NULL;
     }
     start = hx_now_us();
-    if ((l->rc = cli_open_engine(&l->engine, l->c, on_load, l->server)) != 0) {
+    atomic_store(&l->opening, true);
+    l->rc = cli_open_engine(&l->engine, l->c, on_load, l->server);
+    atomic_store(&l->opening, false);
+    if (l->rc != 0) {
         hx_server_stop(l->server);
         return NULL;
     }
@@ -96,8 +103,10 @@ static void *load(void *ud)
     if (l->c->unix_path != NULL)
         printf("serving on unix:%s\n", l->c->unix_path);
     else
-        printf("serving on http%s://%s:%d\n", l->c->tls_cert != NULL ? "s" : "",
-               l->c->host ? l->c->host : "127.0.0.1", hx_server_port(l->server));
+        printf(strchr(host, ':') != NULL && host[0] != '[' ? "serving on %s://[%s]:%d\n"
+                                                           : "serving on %s://%s:%d\n",
+               l->c->tls_cert != NULL ? "https" : "http", host,
+               hx_server_port(l->server));
     fflush(stdout);
     return NULL;
 }
@@ -204,6 +213,10 @@ int cmd_serve(const hx_cli *c)
     }
     rc = hx_server_run(l.server, &err);
     atomic_store(&l.stop, true);
+    if (atomic_load(&l.opening)) { /* cannot be called off; nothing is lost with it */
+        fflush(stdout);
+        _exit(rc != 0 ? cli_fail(&err) : 0);
+    }
     pthread_join(load_thread, NULL);
     pthread_kill(signal_thread, SIGTERM);
     pthread_join(signal_thread, NULL);
@@ -214,10 +227,37 @@ int cmd_serve(const hx_cli *c)
 
 /* ---- run -------------------------------------------------------------- */
 
-/* The prompt's ids: the text as it is, or as one user message in the chat template. */
-static int prompt_ids(hx_engine *e, const hx_cli *c, int32_t **ids, int64_t *n)
+/* -p, or for "-" what comes on standard input. 0, or what the command returns. */
+static int read_prompt(const hx_cli *c, hx_sb *text)
 {
-    const hx_str text = hx_str_c(c->prompt);
+    const bool piped = strcmp(c->prompt, "-") == 0;
+    const char *from = piped ? "standard input" : "-p";
+    char part[65536];
+    size_t n;
+
+    if (!piped)
+        hx_sb_str(text, c->prompt);
+    while (piped && text->n <= PROMPT_MAX && (n = fread(part, 1, sizeof part, stdin)) > 0)
+        hx_sb_add(text, part, n);
+    if (piped && ferror(stdin))
+        fprintf(stderr, "hoist: %s: %s\n", from, strerror(errno));
+    else if (text->bad)
+        fprintf(stderr, "hoist: %s: no memory\n", from);
+    else if (text->n == 0)
+        fprintf(stderr, "hoist: %s: empty, expected a prompt\n", from);
+    else if (text->n > PROMPT_MAX)
+        fprintf(stderr, "hoist: %s: more than %d MiB\n", from, PROMPT_MAX >> 20);
+    else if (!hx_utf8_ok(text->p, text->n))
+        fprintf(stderr, "hoist: %s: is not UTF-8\n", from);
+    else
+        return 0;
+    return 2;
+}
+
+/* The prompt's ids: the text as it is, or as one user message in the chat template. */
+static int prompt_ids(hx_engine *e, const hx_cli *c, hx_str text, int32_t **ids,
+                      int64_t *n)
+{
     const hx_render_opt opt = { .official = c->official };
     hx_err err = { 0 };
     hx_sb json = { 0 };
@@ -296,13 +336,13 @@ static void print_figures(const hx_event *ev)
             (double)(ev->generated - 1) / HX_MAX(made_s, 1e-6), why[ev->stop]);
 }
 
-static void show_progress(const hx_event *ev)
+void cli_show_reading(const hx_event *ev)
 {
-    if (isatty(2) == 1 && ev->prompt > 2048 && ev->prefilled < ev->prompt)
-        fprintf(stderr, "\rreading prompt: %lld of %lld tokens ",
-                (long long)ev->prefilled, (long long)ev->prompt);
-    else if (isatty(2) == 1 && ev->prompt > 2048)
-        fprintf(stderr, "\r%60s\r", "");
+    if (ev->prompt > 2048 && ev->prefilled < ev->prompt)
+        cli_progress("reading prompt: %lld of %lld tokens", (long long)ev->prefilled,
+                     (long long)ev->prompt);
+    else if (ev->prompt > 2048)
+        cli_progress(" ");
 }
 
 static int generate(hx_engine *e, const hx_cli *c, const int32_t *ids, int64_t n)
@@ -335,11 +375,13 @@ static int generate(hx_engine *e, const hx_cli *c, const int32_t *ids, int64_t n
     do {
         hx_next(s, &ev, -1);
         if (ev.kind == HX_EV_PROGRESS)
-            show_progress(&ev);
+            cli_show_reading(&ev);
         else if (ev.kind == HX_EV_TOKENS && c->raw)
             print_raw(e, &ev, &utf8);
         else if (ev.kind == HX_EV_TOKENS)
             cli_reply_feed(reply, &ev, print_reply, &reasoning, &err);
+        if (ferror(stdout))
+            hx_cancel(s); /* nobody reads on: `| head` */
     } while (ev.kind != HX_EV_DONE && ev.kind != HX_EV_ERROR);
     if (reply != NULL)
         hx_reply_end(reply, print_reply, &reasoning, NULL, &err);
@@ -360,7 +402,8 @@ static int generate(hx_engine *e, const hx_cli *c, const int32_t *ids, int64_t n
 int cmd_run(const hx_cli *c)
 {
     hx_cli one = *c;
-    hx_engine *e;
+    hx_engine *e = NULL;
+    hx_sb text = { 0 };
     int32_t *ids = NULL;
     int64_t n = 0;
     int rc;
@@ -370,17 +413,17 @@ int cmd_run(const hx_cli *c)
         fprintf(stderr, "hoist: run needs a prompt: -p TEXT\n");
         return 2;
     }
-    if ((rc = cli_open_engine(&e, &one, NULL, NULL)) != 0)
-        return rc;
-    if (c->replay != NULL) {
+    if ((c->prompt != NULL && (rc = read_prompt(c, &text)) != 0) ||
+        (rc = cli_open_engine(&e, &one, NULL, NULL)) != 0)
+        goto done;
+    if (c->replay != NULL)
         rc = cli_replay(e, c);
-        hx_close(e);
-        return rc;
-    }
-    if ((rc = prompt_ids(e, c, &ids, &n)) == 0)
+    else if ((rc = prompt_ids(e, c, (hx_str) { text.p, text.n }, &ids, &n)) == 0)
         rc = generate(e, c, ids, n);
+done:
     hx_free(ids);
     hx_close(e);
+    hx_sb_free(&text);
     return rc;
 }
 

@@ -23,12 +23,6 @@ void hx_close(hx_engine *e)
     fake_close(e);
 }
 
-int cli_fail(const hx_err *err)
-{
-    fprintf(stderr, "hoist: %s\n", err->msg);
-    return 1;
-}
-
 /* Of other commands. */
 int cli_reply_open(hx_reply **out, hx_engine *e, const int32_t *ids, int64_t n,
                    hx_err *err)
@@ -42,17 +36,6 @@ int cli_reply_feed(hx_reply *r, const hx_event *ev, hx_reply_sink *sink, void *u
 {
     (void)r, (void)ev, (void)sink, (void)ud;
     return hx_fail(err, HX_EUNSUP, "not in this test");
-}
-
-int cli_write(const char *path, const hx_sb *b, hx_err *err)
-{
-    (void)b;
-    return hx_fail(err, HX_EUNSUP, "%s: not in this test", path);
-}
-
-void cli_bytes(char out[32], uint64_t n)
-{
-    snprintf(out, 32, "%llu", (unsigned long long)n);
 }
 
 static void *serve(void *ud)

@@ -7,7 +7,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include "dev/cuda_dev.h"
+#include "dev/cuda_tensor.h"
 
 enum { OLDEST_CC = 80 }; /* int8 matrix units with unsigned operands, cp.async */
 
@@ -27,6 +27,8 @@ static const char *way_out(cudaError_t rc)
           "on machines with NVSwitch nvidia-fabricmanager must run" },
         { cudaErrorSystemDriverMismatch,
           "the driver was updated: restart the machine or load its module anew" },
+        { cudaErrorUnsupportedPtxVersion,
+          "update the driver, or use the portable build" },
         { cudaErrorECCUncorrectable, "its memory is damaged: reset the GPU (nvidia-smi "
                                      "-r) or restart the machine; if "
                                      "it comes again, replace the GPU" },
@@ -262,7 +264,7 @@ int hx_cuda_spans_of(hx_cuda_spans *out, const hx_rows *r, const char *op, hx_er
 
 bool hx_cuda_is_there(void)
 {
-    int n = 0;
+    int n = 0, driver = 0;
     const cudaError_t rc = cudaGetDeviceCount(&n);
 
     if (rc == cudaSuccess)
@@ -270,12 +272,34 @@ bool hx_cuda_is_there(void)
     cudaGetLastError();
     if (rc != cudaErrorInsufficientDriver)
         return rc != cudaErrorNoDevice;
-    return access("/proc/driver/nvidia", F_OK) == 0 || access("/dev/dxg", F_OK) == 0;
+    cudaDriverGetVersion(&driver); /* 0: its library is missing */
+    return driver > 0 || access("/proc/driver/nvidia", F_OK) == 0 ||
+           access("/usr/lib/wsl/lib/libcuda.so.1", F_OK) == 0;
 }
 
 /* Stands for all kernels: is there code for this GPU in the program? */
 __global__ static void probe(void)
 {
+}
+
+/* What the code that is loaded was compiled for, which the GPU does not say: the driver makes
+ * code for it from PTX of an older one where a program has no other, and nothing there waits
+ * or knows of clusters. 1: kernels wait for the launch before them; 2: for Hopper. */
+static __constant__ int loaded = HX_WGMMA ? 2 : HX_BULK ? 1 : 0;
+
+cudaError_t hx_cuda_gpu_read(hx_cuda_gpu *g)
+{
+    cudaDeviceProp prop;
+    int device, code;
+    cudaError_t rc = cudaGetDevice(&device);
+
+    if (rc != cudaSuccess ||
+        (rc = cudaGetDeviceProperties(&prop, device)) != cudaSuccess ||
+        (rc = cudaMemcpyFromSymbol(&code, loaded, sizeof code)) != cudaSuccess)
+        return rc;
+    *g = hx_cuda_gpu { prop.multiProcessorCount, prop.sharedMemPerBlockOptin,
+                       prop.sharedMemPerMultiprocessor, code >= 1, code >= 2 };
+    return cudaSuccess;
 }
 
 /* N of "cuda" (0) and "cuda:N", or -1. */
@@ -322,10 +346,7 @@ static int find_device(hx_cuda *c, const char *name, cudaDeviceProp *prop, hx_er
         (rc = cudaGetDeviceProperties(prop, number)) != cudaSuccess)
         return hx_cuda_fail(err, name, rc);
     c->device = number;
-    c->n_sm = prop->multiProcessorCount;
-    c->cc = 10 * prop->major + prop->minor;
-    c->shared_bytes = prop->sharedMemPerBlockOptin;
-    if (c->cc < OLDEST_CC)
+    if (10 * prop->major + prop->minor < OLDEST_CC)
         return hx_fail(
             err, HX_EUNSUP,
             "device %s: %s has compute capability %d.%d, at least 8.0 is needed; "
@@ -337,6 +358,8 @@ static int find_device(hx_cuda *c, const char *name, cudaDeviceProp *prop, hx_er
                        "device %s: this build has no code for %s (compute capability "
                        "%d.%d); use the portable build",
                        name, prop->name, prop->major, prop->minor);
+    if (rc == cudaSuccess)
+        rc = hx_cuda_gpu_read(&c->gpu);
     return rc == cudaSuccess ? 0 : hx_cuda_fail(err, name, rc);
 }
 
@@ -348,9 +371,9 @@ static int memory_open(hx_cuda *c, const hx_dev_limits *l, hx_err *err)
     cudaError_t rc;
 
     const size_t need[] = { hx_cuda_ops_scratch_bytes(l),
-                            hx_cuda_product_scratch_bytes(l, c->n_sm),
+                            hx_cuda_product_scratch_bytes(l, &c->gpu),
                             hx_cuda_sample_scratch_bytes(l),
-                            hx_cuda_attn_scratch_bytes(l, c->n_sm),
+                            hx_cuda_attn_scratch_bytes(l),
                             hx_cuda_chunk_scratch_bytes(l) };
     for (size_t i = 0; i < HX_LEN(need); i++)
         c->scratch_bytes = HX_MAX(c->scratch_bytes, need[i]);
@@ -396,6 +419,12 @@ int hx_cuda_open(hx_dev *d, const hx_dev_opt *opt, hx_err *err)
         return rc;
     d->used_bytes +=
         c->scratch_bytes + c->side.scratch_bytes + HX_CUDA_STAGES * c->stage_bytes;
+    if (prop.major >= 9 && !c->gpu.overlap)
+        hx_log(HX_LOG_WARN,
+               "device %s: this build has code for older GPUs than %s only: the driver "
+               "compiles it, which takes minutes once, and it is slower than that of a "
+               "build on this machine",
+               opt->name, prop.name);
     d->isa = "cuda";
     snprintf(d->text, sizeof(d->text), "cuda:%d (%.40s)", c->device, prop.name);
     return hx_cuda_sync(d, err);

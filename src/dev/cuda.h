@@ -6,7 +6,7 @@
 
 #include <cuda_runtime.h>
 
-#include "dev/dev.h"
+#include "dev/cuda_dev.h"
 #include "dev/fmt_exl3.h"
 
 enum {
@@ -39,8 +39,8 @@ typedef struct {
     int64_t n_ticket;
     void *p; /* [bytes], 256-byte aligned */
     size_t bytes;
-    int n_sm;
-    bool overlap; /* compute capability 9.0: launches may overlap their ends */
+    hx_cuda_gpu gpu;
+    bool overlap; /* launches may overlap their ends */
 } hx_cuda_work;
 
 /* What jobs of one launch have in common. */
@@ -63,7 +63,7 @@ typedef struct {
     int *ticket;
 } hx_cuda_area;
 
-size_t hx_cuda_area_bytes(const hx_cuda_shape *s, int n_sm);
+size_t hx_cuda_area_bytes(const hx_cuda_shape *s, const hx_cuda_gpu *g);
 cudaError_t hx_cuda_area_of(const hx_cuda_shape *s, const hx_cuda_work *w,
                             hx_cuda_area *out);
 
@@ -107,7 +107,7 @@ typedef struct {
     int n_expert, first, end;   /* looked at by hx_cuda_experts_many alone */
 } hx_cuda_moe;
 
-size_t hx_cuda_moe_bytes(const hx_cuda_moe *m, int n_sm);
+size_t hx_cuda_moe_bytes(const hx_cuda_moe *m, const hx_cuda_gpu *g);
 cudaError_t hx_cuda_experts(const hx_cuda_moe *m, const hx_cuda_work *w,
                             cudaStream_t stream);
 
@@ -171,7 +171,7 @@ static cudaError_t hx_cuda_launch(bool overlap, void (*kernel)(P...), dim3 grid,
 
 /* Whether c's launches may overlap. Those on the side may not: what starts early there and
  * waits keeps the others out of its multiprocessor. */
-#define hx_cuda_overlap(c) ((c)->cc >= 90 && !(c)->side.on)
+#define hx_cuda_overlap(c) ((c)->gpu.overlap && !(c)->side.on)
 
 /* As HX_LAUNCH of cuda_dev.h, of a kernel that waits for the launch before it. */
 #define HX_LAUNCH_NEXT(c, op, err, kernel, grid, block, shared, ...)                     \

@@ -499,7 +499,7 @@ extern "C" int hx_cuda_index_score(hx_dev *d, const hx_index_score_args *a, hx_e
     for (; k.row0 < a->rows.n_row; k.row0 += GRID_Y) {
         const int64_t rows = HX_MIN(a->rows.n_row - k.row0, GRID_Y);
         const dim3 grid((unsigned)HX_MIN(hx_ceil_div(pools, SCORE_POOLS),
-                                         hx_ceil_div(2 * c->n_sm, rows)),
+                                         hx_ceil_div(2 * c->gpu.n_sm, rows)),
                         (unsigned)rows);
 
         if (mma)
@@ -904,6 +904,7 @@ typedef struct {
     float dot[ATTEND_WARPS][HEADS][TILE];
     float p[TILE][HEADS], keep[HEADS];
 } attend_room;
+static_assert(sizeof(attend_room) <= HX_CUDA_LEAST_SHARED, "any GPU takes it");
 
 /* Positions of a part of a list of n. */
 HX_DEVICE int split_of(int n)
@@ -1064,6 +1065,7 @@ typedef struct {
     float keep[HEADS];
     int64_t from[2 * MMA_TILE]; /* where the latents of two tiles begin */
 } mma_room;
+static_assert(sizeof(mma_room) <= HX_CUDA_LEAST_SHARED, "any GPU takes it");
 
 __global__ void attend_parts(const attend_args a,
                              const __grid_constant__ hx_cuda_spans spans);
@@ -1093,6 +1095,7 @@ typedef struct {
     int64_t from[FP8_TILE];
     uint8_t scale[FP8_TILE]; /* 0 past the end */
 } fp8_room;
+static_assert(sizeof(fp8_room) <= HX_CUDA_LEAST_SHARED, "any GPU takes it");
 
 __global__ void attend_parts_fp8(const attend_args a,
                                  const __grid_constant__ hx_cuda_spans spans);
@@ -1114,9 +1117,8 @@ static size_t attend_bytes(int64_t splits, int64_t heads, int64_t width)
     return (size_t)(splits * heads * (width + 2)) * sizeof(float);
 }
 
-size_t hx_cuda_attn_scratch_bytes(const hx_dev_limits *l, int n_sm)
+size_t hx_cuda_attn_scratch_bytes(const hx_dev_limits *l)
 {
-    (void)n_sm;
     return (size_t)HX_MIN(l->max_rows, (int64_t)ATTEND_ROWS) *
            attend_bytes(HX_MIN((int64_t)SPLITS, hx_ceil_div(l->max_ctx, SPLIT) + 1),
                         l->max_heads, MAX_LATENT);

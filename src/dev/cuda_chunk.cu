@@ -157,6 +157,7 @@ template <int K> struct make_room {
     float t[SUBS][SUB][T_LD]; /* (I + A)^-1 of each sub-block */
     float beta[CHUNK], q_scale[CHUNK];
 };
+static_assert(sizeof(make_room<MAX_WIDTH>) <= HX_CUDA_LEAST_SHARED, "any GPU takes it");
 
 /* One chunk of one head as a block sees it. */
 struct chunk_at {
@@ -770,7 +771,7 @@ static int chunk_launch(hx_cuda *c, chunk_args k, const hx_cuda_spans *spans,
                        "kda_chunk: needs %zu bytes of scratch for %d heads, the device "
                        "was opened with %zu; open it with larger limits",
                        each, k.heads, c->scratch_bytes);
-    k.stages = c->shared_bytes >= MOST_STAGES * PIECE + decays ? MOST_STAGES : 3;
+    k.stages = c->gpu.block_bytes >= MOST_STAGES * PIECE + decays ? MOST_STAGES : 3;
     for (int64_t at = 0; at < all; at += fit) {
         k.first = (int)at;
         k.chunks = (int)HX_MIN(fit, all - at);

@@ -319,15 +319,10 @@ __global__ void __launch_bounds__(QUAD *(RQ == 4 ? 4 : 5))
 }
 
 /* Whether a product of the shape has its rows as columns. */
-bool hx_cuda_columns_takes(const hx_cuda_shape *s)
+bool hx_cuda_columns_takes(const hx_cuda_shape *s, const hx_cuda_gpu *g)
 {
-    int dev, cc = 0;
-
-    return !s->listed && s->rows > HX_CUDA_FEW_ROWS && s->codebook == HX_CB_MUL1 &&
-           cudaGetDevice(&dev) == cudaSuccess &&
-           cudaDeviceGetAttribute(&cc, cudaDevAttrComputeCapabilityMajor, dev) ==
-               cudaSuccess &&
-           cc == 9;
+    return g->hopper && !s->listed && s->rows > HX_CUDA_FEW_ROWS &&
+           s->codebook == HX_CB_MUL1;
 }
 
 /* Long ways for a quad once there are enough of them: a beginning and an end cost as much
@@ -370,7 +365,7 @@ template <int RQ>
 static cudaError_t launch(const hx_product *p, const hx_cuda_shape *s,
                           const hx_cuda_work *w, cudaStream_t stream)
 {
-    const hx_cut c = hx_cuda_columns_cut(s, w->n_sm);
+    const hx_cut c = hx_cuda_columns_cut(s, w->gpu.n_sm);
 
     return with_k2(s->k2, [&](auto rate) {
         constexpr int K2 = decltype(rate)::value;

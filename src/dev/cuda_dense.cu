@@ -343,7 +343,7 @@ static cudaError_t launch(const hx_gemm &p, const hx_cuda_work *w, cudaStream_t 
     attr[0].val.clusterDim = { SHARE, 1, 1 };
     attr[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attr[1].val.programmaticStreamSerializationAllowed = 1;
-    cfg.gridDim = dim3((unsigned)(HX_MIN(pieces, (int64_t)w->n_sm / SHARE) * SHARE));
+    cfg.gridDim = dim3((unsigned)(HX_MIN(pieces, (int64_t)w->gpu.n_sm / SHARE) * SHARE));
     cfg.blockDim = dim3(THREADS);
     cfg.dynamicSmemBytes = (size_t)bytes;
     cfg.stream = stream;

@@ -74,12 +74,20 @@ HX_CUDA_OPS(X)
 /* What sample leaves as the id of a row that has none to choose; the host looks at it. */
 enum { HX_SAMPLE_BAD_LOGIT = -1, HX_SAMPLE_ALL_BANNED = -2 };
 
+/* What of a GPU, and of the code that runs there, decides how work is cut and launched. */
+typedef struct {
+    int n_sm;
+    size_t block_bytes, sm_bytes; /* shared memory that a block can have; in all */
+    bool overlap; /* kernels wait for the launch before them, themselves */
+    bool hopper;  /* they have wgmma and clusters */
+} hx_cuda_gpu;
+
 /* Scratch that the largest operation of each file needs. Shared: contents last one call.
  */
 size_t hx_cuda_ops_scratch_bytes(const hx_dev_limits *l);
-size_t hx_cuda_product_scratch_bytes(const hx_dev_limits *l, int n_sm);
+size_t hx_cuda_product_scratch_bytes(const hx_dev_limits *l, const hx_cuda_gpu *g);
 size_t hx_cuda_sample_scratch_bytes(const hx_dev_limits *l);
-size_t hx_cuda_attn_scratch_bytes(const hx_dev_limits *l, int n_sm);
+size_t hx_cuda_attn_scratch_bytes(const hx_dev_limits *l);
 size_t hx_cuda_chunk_scratch_bytes(const hx_dev_limits *l);
 
 #ifdef __cplusplus
@@ -95,6 +103,9 @@ enum {
     HX_CUDA_STAGES = 4, /* calls that may have host data on its way at a time */
     HX_CUDA_SPANS = 64, /* spans that fit into the arguments of a kernel */
     HX_CUDA_MARKS = 64, /* pushes whose end can be asked for at a time */
+    HX_CUDA_LEAST_SHARED =
+        99 << 10, /* bytes that a block can have on any GPU: sm_86, sm_89
+                                      * and sm_120 have no more */
 };
 
 /* Host data of a call (sampling parameters, expert tables): pinned memory, and a device
@@ -106,8 +117,8 @@ typedef struct {
 
 /* State of one device. */
 typedef struct {
-    int device, n_sm, cc;        /* cc: 10 * major + minor */
-    size_t shared_bytes;         /* that one block can have */
+    int device;
+    hx_cuda_gpu gpu;
     cudaStream_t stream, copies; /* operations, pushes */
     cudaEvent_t mark[HX_CUDA_MARKS], hold;
     uint64_t n_mark;
@@ -157,6 +168,9 @@ int hx_cuda_kda_fold(hx_dev *d, const hx_kda_step_args *a, hx_err *err);
 bool hx_cuda_mla_takes(const hx_cuda *c, const hx_mla_attend_args *a);
 int hx_cuda_mla_rows(hx_cuda *c, const hx_mla_attend_args *a, hx_err *err);
 
+/* cuda.cu: the current device, and the code that is loaded there. */
+cudaError_t hx_cuda_gpu_read(hx_cuda_gpu *g);
+
 /* cuda.cu: device memory; the sentence names what it is for, and both numbers. */
 int hx_cuda_alloc_for(void **out, size_t bytes, const char *what, hx_err *err);
 
@@ -178,8 +192,7 @@ bool hx_cuda_plain_takes(const hx_cuda *c, const hx_matmul_args *a);
 int hx_cuda_plain_many(hx_cuda *c, const hx_matmul_args *a, hx_err *err);
 
 /* kernel<<<grid, block, shared bytes, stream of c>>>(...); returns from the launcher when
- * that fails. HX_LAUNCH_OK is the launcher's last line. An empty grid launches nothing.
- */
+ * that fails. An empty grid launches nothing. */
 #define HX_LAUNCH(c, op, err, kernel, grid, block, shared, ...)                          \
     do {                                                                                 \
         const dim3 grid_ = (grid);                                                       \

@@ -1029,6 +1029,9 @@ __global__ void __launch_bounds__(THREADS, 1) search_tiles(const search_args a)
     }
 }
 
+static_assert(shared_of(12, true) + sizeof(bench) <= HX_CUDA_LEAST_SHARED,
+              "any GPU takes it");
+
 template <int K2, bool ROOM> void launch_search(gpu *g, const search_args &a)
 {
     const int bytes = shared_of(K2, ROOM), n = (int)HX_MIN(a.n_tile, g->n_block);
@@ -1084,9 +1087,10 @@ int enc_open(hx_enc *e, hx_err *err)
     e->own = g;
     g->c = hx_cuda_of(e->dev);
     cudaSetDevice(g->c->device);
-    g->n_block = (int)HX_MAX(HX_MIN(e->n / TILE, g->c->n_sm), HX_MIN(64, g->c->n_sm));
-    g->room = e->k2 > 11 ||
-              (e->k2 > 3 && shared_of(e->k2, true) + sizeof(bench) <= g->c->shared_bytes);
+    g->n_block =
+        (int)HX_MAX(HX_MIN(e->n / TILE, g->c->gpu.n_sm), HX_MIN(64, g->c->gpu.n_sm));
+    g->room = e->k2 > 11 || (e->k2 > 3 && shared_of(e->k2, true) + sizeof(bench) <=
+                                              g->c->gpu.block_bytes);
     const struct {
         void **to;
         size_t bytes;

@@ -149,7 +149,6 @@ cudaError_t hx_cuda_experts_many(const hx_cuda_moe *m, const hx_cuda_work *w,
 {
     const int most = HX_MAX(HX_MAX(m->k2_gate, m->k2_up), m->k2_down);
     int64_t window = hx_ceil_div(many_layout_of(m, 0).positions, MOST_ROWS) * MOST_ROWS;
-    hx_gemm_limits lim = {};
     plan p = {};
     cudaError_t rc;
 
@@ -158,8 +157,6 @@ cudaError_t hx_cuda_experts_many(const hx_cuda_moe *m, const hx_cuda_work *w,
     const many_layout l = many_layout_of(m, window);
     if (l.bytes > w->bytes || l.positions > INT32_MAX / 2)
         return cudaErrorInvalidValue;
-    if ((rc = hx_cuda_gemm_limits(&lim)) != cudaSuccess)
-        return rc;
     p.id = m->id;
     p.picks = m->rows * m->active;
     p.n_expert = m->n_expert;
@@ -167,7 +164,7 @@ cudaError_t hx_cuda_experts_many(const hx_cuda_moe *m, const hx_cuda_work *w,
     p.end = m->end;
     p.window = (int)window;
     p.n_window = (int)hx_ceil_div(l.positions, window);
-    p.block_rows = hx_cuda_gemm_rows(most, lim.block);
+    p.block_rows = hx_cuda_gemm_rows(most, &w->gpu);
     p.pick = (int32_t *)w->p;
     p.block = (hx_row_block *)((char *)w->p + l.block);
     p.n_block = (int32_t *)((char *)w->p + l.n_block);

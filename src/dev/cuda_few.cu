@@ -451,30 +451,26 @@ static cudaError_t launch(hx_gemm p, const hx_cuda_work *w, int room, cudaStream
 /* Up to three waves: with more groups the kernel for 64 rows is as fast. */
 bool hx_cuda_few_takes(const hx_gemm *p, const hx_cuda_work *w)
 {
-    hx_gemm_limits l = {};
-
-    return hx_cuda_gemm_limits(&l) == cudaSuccess && l.share > 1 && p->block == NULL &&
-           p->rows <= FEW_ROWS && p->block_rows == 0 &&
-           p->groups * FEW_SHARE <= 3 * w->n_sm;
+    return w->gpu.hopper && p->block == NULL && p->rows <= FEW_ROWS &&
+           p->block_rows == 0 && p->groups * FEW_SHARE <= 3 * w->gpu.n_sm;
 }
 
 cudaError_t hx_cuda_few(hx_gemm *p, const hx_cuda_work *w, hx_codebook codebook,
                         cudaStream_t stream)
 {
-    hx_gemm_limits l = {};
-    const cudaError_t rc = hx_cuda_gemm_limits(&l);
-    const int room = l.block - FEW_BESIDE;
-    const bool half = p->rows <= 32 && p->groups * (GROUP / 32) <= w->n_sm && p->wide &&
-                      p->n == (int64_t)p->groups * GROUP && p->groups <= w->n_ticket &&
+    const int room = (int)w->gpu.block_bytes - FEW_BESIDE;
+    const bool half = p->rows <= 32 && p->groups * (GROUP / 32) <= w->gpu.n_sm &&
+                      p->wide && p->n == (int64_t)p->groups * GROUP &&
+                      p->groups <= w->n_ticket &&
                       few_stages<32>(p->rows, p->k2, room) > 0;
     /* All at once, where it were three waves of single groups. */
-    const bool wide = p->groups > w->n_sm && p->groups % WIDE_GROUPS == 0 &&
-                      p->groups / WIDE_GROUPS * FEW_SHARE <= w->n_sm &&
+    const bool wide = p->groups > w->gpu.n_sm && p->groups % WIDE_GROUPS == 0 &&
+                      p->groups / WIDE_GROUPS * FEW_SHARE <= w->gpu.n_sm &&
                       few_stages<WIDE>(p->rows, p->k2, room) > 0;
 
     p->cb = hx_cuda_codebook_of(codebook);
     p->ticket = w->ticket;
-    return rc != cudaSuccess ? rc : with_exl3(p->k2, codebook, [&](auto f) {
+    return with_exl3(p->k2, codebook, [&](auto f) {
         if (wide)
             return p->rows <= 32 ? launch<decltype(f), WIDE, 32>(*p, w, room, stream)
                                  : launch<decltype(f), WIDE>(*p, w, room, stream);

@@ -482,37 +482,23 @@ __global__ void __launch_bounds__(threads_of<N>, N == 64 ? 2 : 1)
 
 /* ---- launching ---------------------------------------------------------------------- */
 
-cudaError_t hx_cuda_gemm_limits(hx_gemm_limits *l)
-{
-    int dev, cc = 0;
-    cudaError_t rc = cudaGetDevice(&dev);
-
-    if (rc == cudaSuccess)
-        rc = cudaDeviceGetAttribute(&l->block, cudaDevAttrMaxSharedMemoryPerBlockOptin,
-                                    dev);
-    if (rc == cudaSuccess)
-        rc = cudaDeviceGetAttribute(&l->all, cudaDevAttrMaxSharedMemoryPerMultiprocessor,
-                                    dev);
-    if (rc == cudaSuccess)
-        rc = cudaDeviceGetAttribute(&cc, cudaDevAttrComputeCapabilityMajor, dev);
-    l->share = cc == 9 ? SHARE : 1;
-    return rc;
-}
-
-static size_t shared_bytes(int n, int k2, int stages)
+static constexpr size_t shared_bytes(int n, int k2, int stages)
 {
     return (size_t)stages * (size_t)(n * 128 + 512 * k2) + OUT_BYTES + ENDING_BYTES +
            16 * MOST_STAGES;
 }
+static_assert(shared_bytes(64, K2_HALF, 2) <= HX_CUDA_LEAST_SHARED, "any GPU takes it");
 
 /* sets: pieces of a cluster. */
 template <class F, int N>
 static cudaError_t launch(hx_gemm p, const hx_cuda_work *w, int64_t sets,
-                          const hx_gemm_limits *l, cudaStream_t stream)
+                          cudaStream_t stream)
 {
-    const bool few = sets * p.share <= w->n_sm;
-    const int each = N == 64 && l->all >= 2 * 64 * 1024 && !few ? 2 : 1;
-    const size_t room = (size_t)HX_MIN(l->block, l->all / each - 1024);
+    const hx_cuda_gpu *g = &w->gpu;
+    const bool few = sets * p.share <= g->n_sm;
+    const int each =
+        N == 64 && !few && shared_bytes(N, p.k2, 2) <= g->sm_bytes / 2 - 1024 ? 2 : 1;
+    const size_t room = HX_MIN(g->block_bytes, g->sm_bytes / each - 1024);
     cudaLaunchAttribute attr[2] = {};
     cudaLaunchConfig_t cfg = {};
 
@@ -520,9 +506,9 @@ static cudaError_t launch(hx_gemm p, const hx_cuda_work *w, int64_t sets,
         ;
     /* Two thread blocks on one multiprocessor would leave another idle. */
     cfg.dynamicSmemBytes = HX_MAX(shared_bytes(N, p.k2, p.stages),
-                                  few ? (size_t)HX_MIN(l->block, l->all / 2) : 0);
+                                  few ? HX_MIN(g->block_bytes, g->sm_bytes / 2) : 0);
     cfg.gridDim =
-        dim3((unsigned)(HX_MIN(sets, (int64_t)w->n_sm * each / p.share) * p.share));
+        dim3((unsigned)(HX_MIN(sets, (int64_t)g->n_sm * each / p.share) * p.share));
     cfg.blockDim = dim3(threads_of<N>);
     cfg.stream = stream;
     cfg.attrs = attr;
@@ -543,27 +529,27 @@ static cudaError_t launch(hx_gemm p, const hx_cuda_work *w, int64_t sets,
 }
 
 /* The most rows of a thread block for which two stages fit. */
-int hx_cuda_gemm_rows(int k2, int limit)
+int hx_cuda_gemm_rows(int k2, const hx_cuda_gpu *g)
 {
-    int n = limit >= MOST_SHARED ? MOST_ROWS : MOST_ROWS / 2;
+    int n = g->block_bytes >= MOST_SHARED ? MOST_ROWS : MOST_ROWS / 2;
 
-    while (n > 64 && shared_bytes(n, k2, 2) > (size_t)limit)
+    while (n > 64 && shared_bytes(n, k2, 2) > g->block_bytes)
         n /= 2;
     return n;
 }
 
 /* Rows of a thread block, by the time of a wave of them (4096 inputs, us, H200); all give
  * the same bits. */
-static int choose_rows(const hx_gemm *p, int n_sm, int limit)
+static int choose_rows(const hx_gemm *p, const hx_cuda_gpu *g)
 {
     static const int rows[] = { 64, 128, 256 };
     static const int64_t wave[] = { 44, 48, 62 };
     int64_t least = INT64_MAX;
     int best = 64;
 
-    for (int i = 0; i < 3 && rows[i] <= hx_cuda_gemm_rows(p->k2, limit); i++) {
+    for (int i = 0; i < 3 && rows[i] <= hx_cuda_gemm_rows(p->k2, g); i++) {
         const int64_t pieces = hx_ceil_div(p->rows, rows[i]) * p->groups;
-        const int64_t cost = hx_ceil_div(pieces, n_sm) * wave[i];
+        const int64_t cost = hx_ceil_div(pieces, g->n_sm) * wave[i];
 
         if (cost < least) {
             least = cost;
@@ -578,23 +564,19 @@ template <class F>
 static cudaError_t launch_rows(hx_gemm *p, const hx_cuda_work *w, int64_t blocks,
                                cudaStream_t stream)
 {
-    hx_gemm_limits l = {};
-    const cudaError_t rc = hx_cuda_gemm_limits(&l);
+    const int n = p->block_rows > 0 ? p->block_rows : choose_rows(p, &w->gpu);
 
-    if (rc != cudaSuccess)
-        return rc;
-    const int n = p->block_rows > 0 ? p->block_rows : choose_rows(p, w->n_sm, l.block);
     if constexpr (std::is_same_v<F, halves>)
-        if (n == MOST_ROWS && l.share > 1 && p->groups > 1 && p->block == NULL)
+        if (n == MOST_ROWS && w->gpu.hopper && p->groups > 1 && p->block == NULL)
             return hx_cuda_dense(p, w, stream);
-    p->share = p->groups > 1 ? l.share : 1;
+    p->share = w->gpu.hopper && p->groups > 1 ? SHARE : 1;
     const int64_t sets = hx_ceil_div(p->groups, p->share);
     p->band = (int)(p->block == NULL ? HX_MIN(sets, 64 / p->share) : sets);
     if (p->block == NULL)
         blocks = hx_ceil_div(p->rows, n);
-    return n == 64    ? launch<F, 64>(*p, w, blocks * sets, &l, stream)
-           : n == 128 ? launch<F, 128>(*p, w, blocks * sets, &l, stream)
-                      : launch<F, 256>(*p, w, blocks * sets, &l, stream);
+    return n == 64    ? launch<F, 64>(*p, w, blocks * sets, stream)
+           : n == 128 ? launch<F, 128>(*p, w, blocks * sets, stream)
+                      : launch<F, 256>(*p, w, blocks * sets, stream);
 }
 
 cudaError_t hx_cuda_gemm(hx_gemm *p, const hx_cuda_work *w, hx_codebook codebook,

@@ -138,16 +138,8 @@ struct hx_gemm {
     hx_cuda_codebook cb;
 };
 
-/* Of the device: shared memory that a block can have, and a multiprocessor; thread blocks
- * that share rows. */
-struct hx_gemm_limits {
-    int block, all, share;
-};
-
-cudaError_t hx_cuda_gemm_limits(hx_gemm_limits *l);
-
 /* The most rows of a thread block for which two stages fit. */
-int hx_cuda_gemm_rows(int k2, int limit);
+int hx_cuda_gemm_rows(int k2, const hx_cuda_gpu *g);
 
 /* blocks: the most there can be, with a plan. */
 cudaError_t hx_cuda_gemm(hx_gemm *p, const hx_cuda_work *w, hx_codebook codebook,

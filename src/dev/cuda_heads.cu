@@ -171,8 +171,7 @@ cudaError_t hx_cuda_heads_many(const hx_head_matmul_args *a, const hx_cuda_work 
                                cudaStream_t stream)
 {
     int64_t rows = HX_MIN(a->rows, INT32_MAX / 2 / a->heads);
-    hx_gemm_limits lim = {};
-    cudaError_t rc = hx_cuda_gemm_limits(&lim);
+    cudaError_t rc = cudaSuccess;
 
     while (rows > 1 && heads_layout_of(a, rows).bytes > w->bytes)
         rows = rows > MOST_ROWS ? hx_ceil_div(rows / 2, MOST_ROWS) * MOST_ROWS : rows / 2;
@@ -188,13 +187,12 @@ cudaError_t hx_cuda_heads_many(const hx_head_matmul_args *a, const hx_cuda_work 
                           (int)(l.k_pad / 16),
                           (uint8_t *)w->p,
                           (float *)((char *)w->p + l.out_scale) };
-    if (rc == cudaSuccess)
-        HX_PLAIN_SWITCH(a->w->fmt,
-                        rc = hx_cuda_launch(false, heads_to_halves<FMT>,
-                                            dim3((unsigned)in.tiles, (unsigned)a->heads),
-                                            dim3(ROW_THREADS), 0, stream, in));
+    HX_PLAIN_SWITCH(a->w->fmt,
+                    rc = hx_cuda_launch(false, heads_to_halves<FMT>,
+                                        dim3((unsigned)in.tiles, (unsigned)a->heads),
+                                        dim3(ROW_THREADS), 0, stream, in));
     for (int64_t r = 0; r < a->rows && rc == cudaSuccess; r += rows)
         rc = heads_rows(a, &l, r, HX_MIN(rows, a->rows - r),
-                        hx_cuda_gemm_rows(K2_HALF, lim.block), w, stream);
+                        hx_cuda_gemm_rows(K2_HALF, &w->gpu), w, stream);
     return rc;
 }

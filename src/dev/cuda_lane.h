@@ -27,7 +27,7 @@ static inline hx_cuda_lane hx_cuda_lane_of(const hx_lane *l)
  * the answer takes more than a microsecond, so there is no need to sleep in between. */
 HX_DEVICE void hx_cuda_lane_wait(const hx_cuda_lane &l)
 {
-    if (threadIdx.x == 0 && l.sent->out != 0 && l.sent->late == 0) {
+    if (threadIdx.x == 0 && l.sent->out != 0 && l.sent->late == l.sent->known) {
         const bool one = blockIdx.x == 0 && blockIdx.y == 0;
         hx_lane_sent *sent = l.sent;
         uint64_t start, now, answer;
@@ -43,8 +43,10 @@ HX_DEVICE void hx_cuda_lane_wait(const hx_cuda_lane &l)
             if ((int32_t)((uint32_t)answer - sent->jobs) >= 0)
                 break;
             if ((int64_t)(now - start) > l.deadline_ns) {
-                if (one)
-                    sent->late++;
+                const uint32_t late = sent->known + 1; /* for this thread block, maybe */
+
+                *(volatile uint32_t *)&sent->late = late;
+                *(volatile uint32_t *)&l.box->late = late;
                 break;
             }
         }

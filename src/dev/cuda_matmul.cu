@@ -353,17 +353,17 @@ __global__ void __launch_bounds__(QUAD *MOST_QUADS(RQ, HALF), RQ == 1 ? 2 : 1)
 
 /* Measured on an H200 (132 multiprocessors), by their load: with few blocks of weights, the
  * quads of a thread block share the join; with many, small thread blocks even out. */
-static hx_cut cut_of(const hx_cuda_shape *s, int n_sm)
+static hx_cut cut_of(const hx_cuda_shape *s, const hx_cuda_gpu *g)
 {
     const bool half = s->codebook != HX_CB_MUL1;
     const int rq = s->rows <= HX_CUDA_FEW_ROWS ? 1 : s->rows <= 8 ? 2 : 4;
-    const int64_t blocks = s->k_pad / 128, load = load_of(s, n_sm);
+    const int64_t blocks = s->k_pad / 128, load = load_of(s, g->n_sm);
     hx_cut c = { s->quads, s->bps, 0 };
 
     if (hx_cuda_one_takes(s))
-        return hx_cuda_one_cut(s, n_sm);
-    if (hx_cuda_columns_takes(s))
-        return hx_cuda_columns_cut(s, n_sm);
+        return hx_cuda_one_cut(s, g->n_sm);
+    if (hx_cuda_columns_takes(s, g))
+        return hx_cuda_columns_cut(s, g->n_sm);
     if (c.quads == 0) {
         c.quads = load < 8 ? MAX_QUADS : load < 20 ? rq == 1 ? 4 : 2 : rq == 4 ? 2 : 1;
         c.bps = load < 8 ? 1 : load < 40 || s->k2 > 8 ? 2 : HX_CUDA_MAX_BPS;
@@ -381,23 +381,23 @@ static hx_cut cut_of(const hx_cuda_shape *s, int n_sm)
 }
 
 /* Bytes of the parts of an area, each a multiple of 256. */
-static void area_parts(const hx_cuda_shape *s, int n_sm, size_t part[3])
+static void area_parts(const hx_cuda_shape *s, const hx_cuda_gpu *g, size_t part[3])
 {
-    const int64_t slots = hx_cuda_columns_takes(s)
-                              ? HX_MAX(s->slots, (int64_t)hx_cuda_columns_rows(s->rows))
-                              : s->slots;
+    const bool columns = hx_cuda_columns_takes(s, g);
+    const int64_t slots =
+        columns ? HX_MAX(s->slots, (int64_t)hx_cuda_columns_rows(s->rows)) : s->slots;
     const size_t blocks = (size_t)(slots * (s->k_pad / 128));
 
-    part[0] = blocks * (hx_cuda_columns_takes(s) ? 4 * PLANE : PLANE);
+    part[0] = blocks * (columns ? 4 * PLANE : PLANE);
     part[1] = (blocks * sizeof(hx_cuda_scale) + 255) / 256 * 256;
-    part[2] = (size_t)(slots * s->n_pad * cut_of(s, n_sm).splits) * sizeof(float);
+    part[2] = (size_t)(slots * s->n_pad * cut_of(s, g).splits) * sizeof(float);
 }
 
-size_t hx_cuda_area_bytes(const hx_cuda_shape *s, int n_sm)
+size_t hx_cuda_area_bytes(const hx_cuda_shape *s, const hx_cuda_gpu *g)
 {
     size_t part[3];
 
-    area_parts(s, n_sm, part);
+    area_parts(s, g, part);
     return part[0] + part[1] + part[2];
 }
 
@@ -406,7 +406,7 @@ cudaError_t hx_cuda_area_of(const hx_cuda_shape *s, const hx_cuda_work *w,
 {
     size_t part[3];
 
-    area_parts(s, w->n_sm, part);
+    area_parts(s, &w->gpu, part);
     if (part[0] + part[1] + part[2] > w->bytes ||
         s->n_pad / GROUP_COLS * s->n_job > w->n_ticket)
         return cudaErrorInvalidValue;
@@ -421,7 +421,7 @@ template <int K2, int RQ, bool HALF>
 static cudaError_t launch(const hx_product *p, const hx_cuda_shape *s,
                           const hx_cuda_work *w, cudaStream_t stream)
 {
-    const hx_cut c = cut_of(s, w->n_sm);
+    const hx_cut c = cut_of(s, &w->gpu);
     const size_t rows = (size_t)p->rows, per_block = 1024 * K2 + rows * PLANE_STEP;
     const size_t bytes = (size_t)c.quads * HX_MAX((size_t)c.bps * per_block,
                                                   rows * GROUP_COLS * sizeof(float));
@@ -453,15 +453,15 @@ static cudaError_t multiply(hx_product *p, const hx_cuda_shape *s, const hx_cuda
         return rc;
     p->n_pad = s->n_pad;
     p->k_pad = s->k_pad;
-    p->bps = cut_of(s, w->n_sm).bps;
+    p->bps = cut_of(s, &w->gpu).bps;
     p->rows = s->rows;
     p->fresh = s->fresh;
     if (s->rows < 1 || s->rows > HX_CUDA_JOB_ROWS ||
-        cut_of(s, w->n_sm).splits > 8 * ((1 << MAX_LEVELS) - 1))
+        cut_of(s, &w->gpu).splits > 8 * ((1 << MAX_LEVELS) - 1))
         return cudaErrorInvalidValue;
     if (hx_cuda_one_takes(s))
         return hx_cuda_one(p, s, w, stream);
-    if (hx_cuda_columns_takes(s))
+    if (hx_cuda_columns_takes(s, &w->gpu))
         return hx_cuda_columns(p, s, w, stream);
     return half ? launch_rows<true>(p, s, w, stream)
                 : launch_rows<false>(p, s, w, stream);
@@ -479,8 +479,8 @@ cudaError_t hx_cuda_rows(const hx_cuda_job *job, const hx_cuda_shape *s,
     shape.rows = job->rows;
     if ((rc = hx_cuda_area_of(&shape, w, &p.area)) != cudaSuccess)
         return rc;
-    p.made = job->rows > HX_CUDA_FEW_ROWS || load_of(&shape, w->n_sm) >= MADE_LOAD;
-    if (hx_cuda_columns_takes(&shape))
+    p.made = job->rows > HX_CUDA_FEW_ROWS || load_of(&shape, w->gpu.n_sm) >= MADE_LOAD;
+    if (hx_cuda_columns_takes(&shape, &w->gpu))
         rc = hx_cuda_to_columns(job, &shape, &p.area, w, stream);
     else if (p.made)
         rc = hx_cuda_launch(w->overlap, exl3_quantize,

@@ -16,12 +16,11 @@
 #include "dev/cuda.h"
 #include "dev/cuda_tensor.h"
 
-#define GROUP_COLS 128 /* outputs of a thread block: one rotation */
-#define QUAD       128 /* threads: four warps, each two 16-column tiles */
-#define MAX_QUADS  4   /* of a thread block, each with its own inputs */
-#define MAX_LEVELS 5   /* of the join: 8 * 2^5 - 8 splits */
-#define MOST_SHARED                                                                      \
-    (96 << 10) /* bytes of a thread block that any GPU from sm_80 on has */
+#define GROUP_COLS  128 /* outputs of a thread block: one rotation */
+#define QUAD        128 /* threads: four warps, each two 16-column tiles */
+#define MAX_QUADS   4   /* of a thread block, each with its own inputs */
+#define MAX_LEVELS  5   /* of the join: 8 * 2^5 - 8 splits */
+#define MOST_SHARED (HX_CUDA_LEAST_SHARED - 3072) /* bytes: the rest is static */
 
 /* What the products of a launch are given. */
 struct hx_product {
@@ -291,7 +290,7 @@ cudaError_t hx_cuda_one(const hx_product *p, const hx_cuda_shape *s,
                         const hx_cuda_work *w, cudaStream_t stream);
 
 /* Columns: the same, and their rows in the work memory. */
-bool hx_cuda_columns_takes(const hx_cuda_shape *s);
+bool hx_cuda_columns_takes(const hx_cuda_shape *s, const hx_cuda_gpu *g);
 hx_cut hx_cuda_columns_cut(const hx_cuda_shape *s, int n_sm);
 int hx_cuda_columns_rows(int rows);
 cudaError_t hx_cuda_to_columns(const hx_cuda_job *j, const hx_cuda_shape *s,
@@ -308,19 +307,14 @@ static cudaError_t start(void (*kernel)(P...), const hx_cuda_shape *s, hx_cut c,
 {
     const dim3 grid((unsigned)(s->n_pad / GROUP_COLS), (unsigned)c.splits,
                     (unsigned)s->n_job);
-    int dev, sm_bytes = 0;
-    cudaError_t rc = cudaGetDevice(&dev);
 
-    if (rc == cudaSuccess)
-        rc = cudaDeviceGetAttribute(&sm_bytes,
-                                    cudaDevAttrMaxSharedMemoryPerMultiprocessor, dev);
     /* One thread block more on one multiprocessor would leave another idle. */
-    const int64_t per = ((int64_t)grid.x * grid.y * grid.z + w->n_sm - 1) / w->n_sm;
+    const int64_t per =
+        ((int64_t)grid.x * grid.y * grid.z + w->gpu.n_sm - 1) / w->gpu.n_sm;
     if (per == 1 || (per <= 4 && hx_cuda_one_takes(s)))
-        bytes = HX_MAX(bytes, (size_t)(sm_bytes / (per + 1)));
-    if (rc == cudaSuccess)
-        rc = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  (int)bytes);
+        bytes = HX_MAX(bytes, w->gpu.sm_bytes / (size_t)(per + 1));
+    const cudaError_t rc = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
     if (rc != cudaSuccess)
         return rc;
     return hx_cuda_launch(w->overlap, kernel, grid, dim3((unsigned)threads), bytes,

@@ -424,7 +424,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 
 bool hx_cuda_mla_takes(const hx_cuda *c, const hx_mla_attend_args *a)
 {
-    return c->cc == 90 && c->shared_bytes >= sizeof(mla_room) &&
+    return c->gpu.hopper && c->gpu.block_bytes >= sizeof(mla_room) &&
            a->cache.fmt != HX_CACHE_F32 && a->cache.width <= LATENT &&
            a->cache.width % (a->cache.fmt == HX_CACHE_FP8 ? 16 : 8) == 0 &&
            (((uintptr_t)a->cache.data.p | (uintptr_t)a->q.p | (uintptr_t)a->z.p) & 15) ==

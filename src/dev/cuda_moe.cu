@@ -166,7 +166,7 @@ static hx_cuda_shape of_kind(const hx_cuda_shape *few, const hx_cuda_moe *m, int
     return s;
 }
 
-static layout layout_of(const hx_cuda_moe *m, int n_sm)
+static layout layout_of(const hx_cuda_moe *m, const hx_cuda_gpu *g)
 {
     const int picks = m->rows * m->active;
     const bool same = m->k2_gate == m->k2_up;
@@ -194,7 +194,7 @@ static layout layout_of(const hx_cuda_moe *m, int n_sm)
     for (int i = 0; i < 6; i++) {
         const hx_cuda_shape one = of_kind(&launched[i / 2], m, i % 2);
 
-        l.area = HX_MAX(l.area, hx_cuda_area_bytes(&one, n_sm));
+        l.area = HX_MAX(l.area, hx_cuda_area_bytes(&one, g));
     }
     l.area = (l.area + 255) / 256 * 256;
     l.gu = l.area;
@@ -204,9 +204,9 @@ static layout layout_of(const hx_cuda_moe *m, int n_sm)
     return l;
 }
 
-size_t hx_cuda_moe_bytes(const hx_cuda_moe *m, int n_sm)
+size_t hx_cuda_moe_bytes(const hx_cuda_moe *m, const hx_cuda_gpu *g)
 {
-    return layout_of(m, n_sm).bytes;
+    return layout_of(m, g).bytes;
 }
 
 /* The products of projection which (and the next, if n_job says so). */
@@ -226,7 +226,7 @@ cudaError_t hx_cuda_experts(const hx_cuda_moe *a, const hx_cuda_work *w,
                             cudaStream_t stream)
 {
     const int picks = a->rows * a->active;
-    layout l = layout_of(a, w->n_sm);
+    layout l = layout_of(a, &w->gpu);
     moe m = {};
     cudaError_t rc;
 

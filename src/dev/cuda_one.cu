@@ -290,7 +290,7 @@ hx_cut hx_cuda_one_cut(const hx_cuda_shape *s, int n_sm)
 cudaError_t hx_cuda_one(const hx_product *p, const hx_cuda_shape *s,
                         const hx_cuda_work *w, cudaStream_t stream)
 {
-    const hx_cut c = hx_cuda_one_cut(s, w->n_sm);
+    const hx_cut c = hx_cuda_one_cut(s, w->gpu.n_sm);
     const size_t bytes = row_bytes(s, c);
 
     return with_k2(s->k2, [&](auto rate) {

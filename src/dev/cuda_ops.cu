@@ -345,11 +345,11 @@ extern "C" int hx_cuda_hc_mix(hx_dev *d, const hx_hc_mix_args *a, hx_err *err)
              a->dim % VEC == 0;
     const int64_t fit =
         HX_MIN((int64_t)(c->scratch_bytes / sizeof(float)) / (k.slices * n), MAX_GRID_Y);
-    if (fit < 1 || (size_t)a->dim * sizeof(float) > c->shared_bytes - 1024)
+    if (fit < 1 || (size_t)a->dim * sizeof(float) > c->gpu.block_bytes - 1024)
         return hx_fail(err, HX_EARG,
                        "hc_mix: %zu bytes of scratch or %zu of shared memory are too few "
                        "for %lld streams of %lld; open the device with larger limits",
-                       c->scratch_bytes, c->shared_bytes, (long long)s,
+                       c->scratch_bytes, c->gpu.block_bytes, (long long)s,
                        (long long)a->dim);
     for (int64_t r = 0; r < a->rows; r += fit) {
         mix_args part = k;

@@ -184,14 +184,15 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
+static_assert(2 * TILE * sizeof(float) <= HX_CUDA_LEAST_SHARED, "any GPU takes it");
+
 bool hx_cuda_plain_takes(const hx_cuda *c, const hx_matmul_args *a)
 {
     const hx_mat *m = a->w;
 
     return m->fmt != HX_FMT_EXL3 && hx_plain_of(m).wide && (uintptr_t)a->x.p % 16 == 0 &&
            a->ldx % 4 == 0 && m->k <= ((1 << LEVELS) - 1) * BLOCK &&
-           hx_ceil_div(a->rows, TILE_ROWS) * hx_ceil_div(m->n, TILE_OUTS) >= c->n_sm &&
-           c->shared_bytes >= 2 * TILE * sizeof(float);
+           hx_ceil_div(a->rows, TILE_ROWS) * hx_ceil_div(m->n, TILE_OUTS) >= c->gpu.n_sm;
 }
 
 int hx_cuda_plain_many(hx_cuda *c, const hx_matmul_args *a, hx_err *err)

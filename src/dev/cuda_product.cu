@@ -81,7 +81,7 @@ static int plain_launch(hx_cuda *c, const char *op, const plain_set &set, hx_fmt
         n = HX_MAX(n, set.p[i].n);
     /* Fewer threads an output share inputs better; more of them fill the device. */
     while (RB > 1 && log_l > 3 &&
-           hx_ceil_div(n, WARPS * (32 >> (log_l - 1))) * row_groups >= 2 * c->n_sm)
+           hx_ceil_div(n, WARPS * (32 >> (log_l - 1))) * row_groups >= 2 * c->gpu.n_sm)
         log_l--;
     const int64_t per_block = WARPS * (32 >> log_l);
     const dim3 grid((unsigned)hx_ceil_div(n, per_block), (unsigned)hx_ceil_div(rows, RB),
@@ -473,7 +473,7 @@ static hx_cuda_work work_of(const hx_cuda *c)
     w.n_ticket = c->n_ticket;
     w.p = c->scratch;
     w.bytes = c->scratch_bytes;
-    w.n_sm = c->n_sm;
+    w.gpu = c->gpu;
     w.overlap = hx_cuda_overlap(c);
     return w;
 }
@@ -500,7 +500,7 @@ static int exl3_matmul(hx_cuda *c, const hx_matmul_args *a, hx_err *err)
     for (; most > 0; most /= 2) {
         const hx_cuda_shape s = shape_of(a->w, most);
 
-        if (hx_cuda_area_bytes(&s, c->n_sm) <= c->scratch_bytes)
+        if (hx_cuda_area_bytes(&s, &c->gpu) <= c->scratch_bytes)
             break;
     }
     if (most == 0 && a->rows > 0)
@@ -867,7 +867,7 @@ static bool experts_fit(const hx_cuda *c, const hx_moe_args *a, int64_t rows)
         return picks <= MAX_GRID_Y &&
                (size_t)(2 * picks * x->gate.n) * sizeof(float) <= c->scratch_bytes;
     const hx_cuda_moe m = experts_of(a, NULL, 0, rows);
-    return picks <= MAX_PICKS && hx_cuda_moe_bytes(&m, c->n_sm) <= c->scratch_bytes &&
+    return picks <= MAX_PICKS && hx_cuda_moe_bytes(&m, &c->gpu) <= c->scratch_bytes &&
            2 * picks * HX_MAX(x->gate.n_pad, x->down.n_pad) / 128 <= c->n_ticket;
 }
 
@@ -954,7 +954,7 @@ static void many_scratch(const hx_dev_limits *l, size_t *one, size_t *many)
 }
 
 /* Enough for one row of the largest product; more rows at once up to some 256 MiB. */
-size_t hx_cuda_product_scratch_bytes(const hx_dev_limits *l, int n_sm)
+size_t hx_cuda_product_scratch_bytes(const hx_dev_limits *l, const hx_cuda_gpu *g)
 {
     const int64_t k = HX_MAX(l->max_k, 1), n = HX_MAX(l->max_n, k);
     const int64_t active = HX_MAX(l->max_active, 1);
@@ -968,15 +968,15 @@ size_t hx_cuda_product_scratch_bytes(const hx_dev_limits *l, int n_sm)
     s.n_job = 1;
     s.codebook = HX_CB_MUL1; /* which takes most */
     s.slots = s.rows = 1;
-    one = hx_cuda_area_bytes(&s, n_sm);
+    one = hx_cuda_area_bytes(&s, g);
     s.slots = s.rows = HX_CUDA_JOB_ROWS;
-    many = hx_cuda_area_bytes(&s, n_sm);
+    many = hx_cuda_area_bytes(&s, g);
     m.active = (int)active;
     m.d = m.f = m.d_pad = m.f_pad = s.k_pad;
     m.rows = 1;
-    one = HX_MAX(one, hx_cuda_moe_bytes(&m, n_sm));
+    one = HX_MAX(one, hx_cuda_moe_bytes(&m, g));
     m.rows = (int)HX_MAX(HX_MIN(l->max_rows, MAX_PICKS / active), 1);
-    many = HX_MAX(many, hx_cuda_moe_bytes(&m, n_sm));
+    many = HX_MAX(many, hx_cuda_moe_bytes(&m, g));
     many_scratch(l, &one, &many);
     return HX_MAX(one, HX_MIN(many, some));
 }

@@ -115,11 +115,8 @@ cudaError_t hx_cuda_rows_many(const hx_cuda_many *a, const hx_cuda_work *w,
                               cudaStream_t stream)
 {
     int64_t rows = HX_MIN(a->rows, (int64_t)1 << 24), outputs;
-    hx_gemm_limits l = {};
-    cudaError_t rc = hx_cuda_gemm_limits(&l);
+    cudaError_t rc = fit(a, &rows, &outputs, w->bytes, w->gpu.hopper);
 
-    if (rc == cudaSuccess)
-        rc = fit(a, &rows, &outputs, w->bytes, l.share > 1);
     for (int64_t r = 0; r < a->rows && rc == cudaSuccess; r += rows)
         rc = multiply_rows(a, r, HX_MIN(rows, a->rows - r), outputs, w, stream);
     return rc;

@@ -234,16 +234,15 @@ void hx_lane_rest(hx_lane *l)
 int hx_lane_late(hx_lane *l, hx_err *err)
 {
     struct hx_lane_host *h = l->host;
-    const uint32_t late = load(&l->box->told.late), failed = load(&l->box->failed);
+    const uint32_t late = load(&l->box->late), failed = load(&l->box->failed);
     const bool was_late = late != h->late, was_failed = failed != h->failed;
-    static const uint32_t none;
     int rc = 0;
 
     h->late = late;
     h->failed = failed;
     if (was_late &&
-        (rc = hx_dev_put(h->dev, hx_buf_at(l->sent, offsetof(hx_lane_sent, late)), &none,
-                         sizeof none, err)) != 0)
+        (rc = hx_dev_put(h->dev, hx_buf_at(l->sent, offsetof(hx_lane_sent, known)), &late,
+                         sizeof late, err)) != 0)
         return rc;
     if (was_failed) {
         pthread_mutex_lock(&h->lock);
@@ -410,7 +409,7 @@ void hx_lane_take(const hx_combine_args *a)
     uint64_t answer;
     uint32_t i = 1;
 
-    if (!sent->out || sent->late != 0)
+    if (!sent->out || sent->late != sent->known)
         return;
     for (; (uint32_t)(answer = __atomic_load_n(&l->box->answer, __ATOMIC_ACQUIRE)) !=
            sent->jobs;
@@ -419,7 +418,7 @@ void hx_lane_take(const hx_combine_args *a)
             continue;
         sched_yield();
         if (hx_now_us() - start > l->deadline_us) {
-            store(&l->box->told.late, ++sent->late);
+            store(&l->box->late, ++sent->late);
             return;
         }
     }

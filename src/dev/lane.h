@@ -14,11 +14,12 @@ enum { HX_PLAN_MAX_EXPERT = 4096, HX_PLAN_MAX_PICK = 1024 }; /* of one call */
 
 /* What the device remembers. */
 typedef struct {
-    uint32_t jobs, out; /* posted so far; 1 while one is out */
-    uint32_t late;    /* not waited for any longer; none is until the host has seen it */
-    uint32_t awaited; /* answers that were not there yet when they were needed */
-    uint64_t ns;      /* when the last job was posted */
-    uint64_t wait_ns; /* spent waiting for answers */
+    uint32_t jobs, out;   /* posted so far; 1 while one is out */
+    uint32_t late, known; /* jobs that were given up, and of these the host knows: none is
+                           * waited for while they differ */
+    uint32_t awaited;     /* answers that were not there yet when they were needed */
+    uint64_t ns;          /* when the last job was posted */
+    uint64_t wait_ns;     /* spent waiting for answers */
     uint64_t post_ns; /* from posting to seeing an awaited answer, less the lane's time */
     uint64_t begin_ns, busy_ns; /* when the last plan began; from plans to answers */
     hx_plan_seen seen;
@@ -36,6 +37,7 @@ typedef struct {
     uint32_t failed; /* lane: jobs that could not be done */
     int32_t unused_b[13];
     hx_lane_sent told; /* device: a copy of its own */
+    uint32_t late;     /* device: as in there, by whoever has given up */
 } hx_lane_box;
 
 struct hx_lane {

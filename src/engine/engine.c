@@ -1,4 +1,6 @@
-/* engine.c - defines hoist.h: opening a model, text, submitting and reading streams.
+/* engine.c - defines hoist.h: opening a model, text, submitting and reading streams;
+ * engine_memory.c opens its device, engine_figures.c has what can be observed, reuse.c what
+ * is asked of kept prefixes.
  *
  * Everything here runs on callers' threads; generation itself is sched.c on the engine
  * thread. Talks to it through the inbox and each stream's ring, under engine->lock. */
@@ -10,12 +12,36 @@
 
 #define TEXT_FILE_MAX (256u << 20)
 
-/* Rows of a chunk where a GPU has memory for more than HX_PREFILL_ROWS. Experts that come over
- * a link do so once for each chunk: as many rows as keep the GPU longer than the link (H200:
- * from 12,000 on), and no more, for others wait for a chunk's end; fewer where they are all
- * there. */
-#define CHUNK_MAX      16384
-#define CHUNK_RESIDENT 8192
+/* ---- waiting, checking ------------------------------------------------ */
+
+void hx_engine_cond_init(pthread_cond_t *c)
+{
+    pthread_condattr_t clock;
+
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_cond_init(c, &clock);
+    pthread_condattr_destroy(&clock);
+}
+
+struct timespec hx_engine_until(int64_t us)
+{
+    return (struct timespec) { .tv_sec = us / 1000000, .tv_nsec = us % 1000000 * 1000 };
+}
+
+void hx_engine_nudge(hx_engine *e)
+{
+    atomic_store(&e->nudge, true);
+    pthread_cond_signal(&e->wake);
+}
+
+/* name: value must lie in min..max; NaN does not. */
+static int check_range(double v, double min, double max, const char *name, hx_err *err)
+{
+    if (v >= min && v <= max)
+        return 0;
+    return hx_fail(err, HX_EARG, "%s: %g, expected %.10g..%.10g", name, v, min, max);
+}
 
 /* ---- open ------------------------------------------------------------- */
 
@@ -168,330 +194,6 @@ static int read_generation(hx_engine *e, const char *dir, hx_err *err)
     return rc;
 }
 
-static int store_mode(const char *name, hx_store_mode *out, hx_err *err)
-{
-    *out = HX_MODE_AUTO;
-    if (name == NULL || strcmp(name, "auto") == 0)
-        return 0;
-    *out = HX_MODE_GPU_ONLY;
-    return strcmp(name, "gpu-only") == 0
-               ? 0
-               : hx_fail(err, HX_EARG, "mode %.40s: unknown; there are auto and gpu-only",
-                         name);
-}
-
-/* Device memory that is free now but for a margin that other programs and the driver may
- * take. */
-static int memory_safe(hx_engine *e, uint64_t *safe, hx_err *err)
-{
-    uint64_t free_bytes, total;
-    const int rc = hx_dev_memory(e->dev, &free_bytes, &total, err);
-
-    *safe = rc == 0 && free_bytes > total / 32 ? free_bytes - total / 32 : 0;
-    return rc;
-}
-
-/* What is left, of what the caller gives or of all. */
-static int memory_left(hx_engine *e, const hx_options *opt, uint64_t *left, hx_err *err)
-{
-    const uint64_t used = e->dev->used_bytes;
-    uint64_t safe;
-    int rc;
-
-    if ((rc = memory_safe(e, &safe, err)) != 0)
-        return rc;
-    if (opt->vram_bytes == 0) {
-        *left = safe;
-        return 0;
-    }
-    if (opt->vram_bytes < used)
-        return hx_fail(
-            err, HX_ENOMEM,
-            "GPU memory: %.1f GiB are to be used, but what is not routed experts takes "
-            "%.1f GiB already; raise --vram, or lower --ctx, --streams or --cache",
-            (double)opt->vram_bytes / (1 << 30), (double)used / (1 << 30));
-    *left = opt->vram_bytes - used;
-    if (*left > safe)
-        return hx_fail(
-            err, HX_ENOMEM,
-            "GPU memory: %.1f GiB are to be used, %.1f are taken and %.1f more "
-            "are free; lower --vram or end what else uses the GPU",
-            (double)opt->vram_bytes / (1 << 30), (double)used / (1 << 30),
-            (double)safe / (1 << 30));
-    return 0;
-}
-
-int64_t hx_engine_fit_cache(hx_info *info, const hx_cache_want *w)
-{
-    const int64_t ctx = w->ctx_tokens != 0 ? w->ctx_tokens : info->ctx_trained_tokens,
-                  per_seq = (ctx + HX_PAGE - 1) / HX_PAGE;
-    const uint64_t least =
-        w->ctx_tokens != 0 ? (uint64_t)per_seq * w->page_bytes : w->budget_bytes / 2;
-    uint64_t slots;
-
-    while (w->fewer && info->max_streams > 1 &&
-           (uint64_t)info->max_streams * w->slot_bytes + least > w->budget_bytes)
-        info->max_streams--;
-    slots = (uint64_t)info->max_streams * w->slot_bytes;
-    const int64_t pages = w->budget_bytes > slots
-                              ? (int64_t)HX_MIN((w->budget_bytes - slots) / w->page_bytes,
-                                                (uint64_t)(per_seq * info->max_streams))
-                              : 0;
-
-    info->ctx_tokens = HX_MIN(ctx, pages * HX_PAGE);
-    return w->ctx_tokens != 0 && pages < per_seq ? 0 : pages;
-}
-
-/* What sequence memory may take where the user does not say: a quarter of the memory, but
- * half of what weights leave at most. On a GPU a quarter of what weights leave; all experts
- * come first where they fit and leave enough, and a context that the user names may take
- * more. */
-static int cache_budget(hx_engine *e, const hx_options *opt, hx_cache_want *w,
-                        hx_err *err)
-{
-    uint64_t left, routed;
-    int rc;
-
-    w->budget_bytes = opt->cache_bytes;
-    if (opt->cache_bytes != 0)
-        return 0;
-    if (hx_dev_is_host(e->dev)) {
-        const uint64_t all = hx_sys_mem_bytes(), weights = e->model->weight_bytes;
-
-        left = all > weights ? all - weights : 0;
-        w->budget_bytes = HX_MIN(all / 4, HX_MAX(left / 2, all / 16));
-        return 0;
-    }
-    if ((rc = memory_left(e, opt, &left, err)) != 0 ||
-        (rc = hx_model_place_bytes(e->model, HX_PLACE_ROUTED, &routed, err)) != 0)
-        return rc;
-    w->budget_bytes = left / 4;
-    if (left > routed && left - routed > left / 8)
-        w->budget_bytes = HX_MIN(left / 4, (left - routed) / 2);
-    if (opt->ctx_tokens != 0) {
-        const int32_t n = w->fewer ? 1 : e->info.max_streams;
-        const uint64_t least =
-            (uint64_t)n * w->slot_bytes +
-            (uint64_t)((opt->ctx_tokens + HX_PAGE - 1) / HX_PAGE) * w->page_bytes;
-
-        w->budget_bytes = HX_MIN(left, HX_MAX(w->budget_bytes, least));
-    }
-    return 0;
-}
-
-/* Context, slots and pages within the budget. */
-static int plan_cache(hx_engine *e, const hx_options *opt, int32_t *n_page, hx_err *err)
-{
-    const hx_desc *d = &e->model->desc;
-    hx_cache_want w = { .slot_bytes = hx_cache_slot_bytes(d),
-                        .page_bytes =
-                            HX_MAX(hx_cache_page_bytes(d, (hx_cache_fmt)opt->kv), 1),
-                        .ctx_tokens = opt->ctx_tokens,
-                        .fewer = opt->max_streams == 0 };
-    const int64_t ctx = opt->ctx_tokens != 0 ? opt->ctx_tokens : HX_PAGE;
-    const int rc = cache_budget(e, opt, &w, err);
-
-    if (rc != 0)
-        return rc;
-    *n_page = (int32_t)hx_engine_fit_cache(&e->info, &w);
-    if (*n_page < 1)
-        return hx_fail(
-            err, HX_ENOMEM,
-            "sequence memory: one sequence of %lld tokens needs %llu MB "
-            "beside %llu MB for %d streams, the budget is %llu MB; lower "
-            "--ctx or --streams, or raise --cache%s",
-            (long long)ctx,
-            (unsigned long long)((uint64_t)((ctx + HX_PAGE - 1) / HX_PAGE) *
-                                     w.page_bytes >>
-                                 20),
-            (unsigned long long)((uint64_t)e->info.max_streams * w.slot_bytes >> 20),
-            e->info.max_streams, (unsigned long long)(w.budget_bytes >> 20),
-            hx_dev_is_host(e->dev) ? "" : " or --vram");
-    if (e->info.ctx_tokens > d->ctx_trained)
-        hx_log(HX_LOG_WARN,
-               "context %lld is longer than the %lld tokens the model was trained on",
-               (long long)e->info.ctx_tokens, (long long)d->ctx_trained);
-    return 0;
-}
-
-/* Routed experts: all on the device where they fit, else in the store. A host device has
- * them where they are, or, told so by vram_bytes, plays the store with an arena that stands
- * for device memory. */
-static int place_experts(hx_engine *e, const hx_options *opt, hx_err *err)
-{
-    hx_store_opt store = { .slot_bytes = opt->vram_bytes,
-                           .ram_bytes = opt->ram_bytes,
-                           .max_rows = e->info.max_streams,
-                           .isa = hx_dev_is_host(e->dev) ? opt->cpu_isa : NULL,
-                           .cpus = opt->cpus,
-                           .n_threads = opt->n_threads,
-                           .trace = opt->trace,
-                           .rates = { opt->expert_us[0], opt->expert_us[1],
-                                      opt->expert_us[2], opt->expert_us[3],
-                                      opt->expert_us[4] } };
-    uint64_t need;
-    int rc;
-
-    e->info.device_bytes = e->dev->used_bytes;
-    if ((rc = store_mode(opt->mode, &store.mode, err)) != 0 ||
-        (rc = hx_model_place_bytes(e->model, HX_PLACE_ROUTED, &need, err)) != 0 ||
-        need == 0)
-        return rc;
-    if (hx_dev_is_host(e->dev) && opt->vram_bytes == 0 && opt->ram_bytes != 0)
-        return hx_fail(err, HX_EARG,
-                       "ram: device %s reads experts where their files lie, there is "
-                       "nothing to limit; leave it out",
-                       e->dev->ops->name);
-    if (hx_dev_is_host(e->dev) && opt->vram_bytes == 0)
-        return store.mode == HX_MODE_AUTO
-                   ? 0
-                   : hx_fail(err, HX_EARG,
-                             "mode gpu-only: device %s has no GPU; add --device cuda",
-                             e->dev->ops->name);
-    if (hx_dev_is_host(e->dev))
-        return hx_store_open(&e->model->store, e->model, e->dev, &store, err);
-    if ((rc = memory_left(e, opt, &store.slot_bytes, err)) != 0)
-        return rc;
-    if (need <= store.slot_bytes)
-        return hx_model_place(e->model, e->dev, HX_PLACE_ROUTED, err);
-    return hx_store_open(&e->model->store, e->model, e->dev, &store, err);
-}
-
-static int open_experts(hx_engine *e, const hx_options *opt, hx_err *err)
-{
-    const int rc = place_experts(e, opt, err);
-
-    if (rc == 0 && e->model->store != NULL)
-        hx_store_report(e->model->store, &e->experts);
-    else if (rc == 0 && opt->trace != NULL)
-        return hx_fail(err, HX_EARG,
-                       "trace: every expert lies where it is computed with, so picks are "
-                       "not looked at; give --vram less than the experts take");
-    return rc;
-}
-
-/* The longest chunk, up to most rows, for which so much workspace is enough. */
-static int64_t rows_in(const hx_engine *e, int64_t most, uint64_t bytes)
-{
-    int64_t rows = HX_PREFILL_ROWS;
-
-    most = HX_MIN(most, e->info.ctx_tokens);
-    while (rows < most && hx_graph_room(e->prefill, rows + HX_PAGE) <= bytes)
-        rows += HX_PAGE;
-    return rows;
-}
-
-/* A GPU that cannot hold all experts has them brought to it once for each prefill chunk:
- * long chunks, then, in workspace that slots lend. One that holds them takes up to a quarter
- * of what is left for chunks that use it better. */
-static int long_chunks(hx_engine *e, const hx_options *opt, hx_err *err)
-{
-    hx_store *s = e->model->store;
-    uint64_t left = 0;
-    int rc;
-
-    if (s == NULL && !hx_dev_is_host(e->dev)) {
-        if ((rc = memory_safe(e, &left, err)) != 0)
-            return rc;
-        if (opt->vram_bytes != 0)
-            left = HX_MIN(left,
-                          opt->vram_bytes - HX_MIN(opt->vram_bytes, e->dev->used_bytes));
-    }
-    int64_t rows = rows_in(e, CHUNK_RESIDENT, left / 4);
-    /* As long as they can get; then whole layers, else as many places for parts as there can
-     * be. Where not all of a layer has a place, each window of rows has it come again. */
-    for (int64_t k = HX_LEND_PARTS + 2; s != NULL && k >= 2; k--) {
-        const int64_t n_part = k > HX_LEND_PARTS + 1 ? 1 : HX_LEND_PARTS,
-                      n_place = n_part == 1 ? 2 : k,
-                      r = rows_in(e, n_place >= n_part ? CHUNK_MAX : HX_MOE_ROWS,
-                                  hx_store_lendable(s, n_part, n_place));
-
-        if (r <= rows)
-            continue;
-        rows = r;
-        hx_store_cut(s, n_part, n_place);
-    }
-    e->prefill_rows = e->info.chunk_tokens = rows;
-    if (s != NULL || rows == HX_PREFILL_ROWS)
-        return 0;
-    hx_graph_close(e->prefill);
-    return hx_graph_open(&e->prefill, e->model, e->dev, e->cache, rows, HX_SCORE_ROWS,
-                         e->info.ctx_tokens, err);
-}
-
-/* The weights of every step, which a GPU must have. */
-static int place_dense(hx_engine *e, const hx_options *opt, hx_err *err)
-{
-    uint64_t need, free_bytes, total;
-    int rc;
-
-    if (hx_dev_is_host(e->dev))
-        return 0;
-    if ((rc = hx_model_place_bytes(e->model, HX_PLACE_DENSE, &need, err)) != 0 ||
-        (rc = hx_dev_memory(e->dev, &free_bytes, &total, err)) != 0)
-        return rc;
-    if (opt->vram_bytes != 0 && need > opt->vram_bytes)
-        return hx_fail(err, HX_ENOMEM,
-                       "GPU memory: the weights beside routed experts take %.1f GiB, "
-                       "%.1f are to be used; raise --vram",
-                       (double)need / (1 << 30), (double)opt->vram_bytes / (1 << 30));
-    if (need > free_bytes)
-        return hx_fail(err, HX_ENOMEM,
-                       "GPU memory: the weights beside routed experts take %.1f GiB, "
-                       "%.1f of %.1f GiB are free; end what else uses the GPU, or use "
-                       "a larger one",
-                       (double)need / (1 << 30), (double)free_bytes / (1 << 30),
-                       (double)total / (1 << 30));
-    return hx_model_place(e->model, e->dev, HX_PLACE_DENSE, err);
-}
-
-static int open_device(hx_engine *e, const hx_options *opt, hx_err *err)
-{
-    const hx_desc *d = &e->model->desc;
-    const int64_t rows = HX_MAX(HX_PREFILL_ROWS, e->info.max_streams),
-                  ctx = opt->ctx_tokens != 0 ? opt->ctx_tokens : d->ctx_trained;
-    const hx_cache_fmt fmt = (hx_cache_fmt)opt->kv;
-    const hx_dev_opt dev = { .name = opt->device,
-                             .isa = opt->cpu_isa,
-                             .cpus = opt->cpus,
-                             .n_threads = opt->n_threads,
-                             .limits = hx_model_limits(d, rows, ctx) };
-    int32_t n_page = 0;
-    int rc;
-
-    if ((rc = hx_dev_open(&e->dev, &dev, err)) != 0 ||
-        (rc = place_dense(e, opt, err)) != 0 ||
-        (rc = plan_cache(e, opt, &n_page, err)) != 0)
-        return rc;
-    const int64_t n = e->info.max_streams;
-    if ((rc = hx_cache_open(&e->cache, d, e->dev, e->info.max_streams, e->info.ctx_tokens,
-                            n_page, fmt, err)) != 0 ||
-        (rc = hx_graph_open(&e->decode, e->model, e->dev, e->cache, n, n,
-                            e->info.ctx_tokens, err)) != 0 ||
-        (rc = hx_graph_open(&e->prefill, e->model, e->dev, e->cache, HX_PREFILL_ROWS,
-                            HX_SCORE_ROWS, e->info.ctx_tokens, err)) != 0 ||
-        (rc = hx_dev_shared(e->dev, &e->landed[0], sizeof(hx_landing), err)) != 0 ||
-        (rc = hx_dev_shared(e->dev, &e->landed[1], sizeof(hx_landing), err)) != 0 ||
-        (rc = hx_dev_alloc(e->dev, &e->out_id, (size_t)n * sizeof(int32_t), err)) != 0 ||
-        (rc = hx_dev_alloc(e->dev, &e->out_logprob, (size_t)n * sizeof(float), err)) !=
-            0 ||
-        (rc = hx_dev_alloc(e->dev, &e->out_top,
-                           (size_t)n * HX_TOP_MAX * sizeof(hx_choice), err)) != 0)
-        return rc;
-    e->run_ahead = !hx_dev_is_host(e->dev);
-    e->info.cache_bytes = e->cache->bytes;
-    e->info.token_bytes = e->cache->page_bytes / HX_PAGE;
-    e->info.device = e->dev->text;
-    if ((rc = hx_dev_alloc(e->dev, &e->out_scratch,
-                           (size_t)n * 2 * (size_t)d->n_vocab * sizeof(float), err)) != 0)
-        return rc;
-    if ((rc = open_experts(e, opt, err)) != 0 || (rc = long_chunks(e, opt, err)) != 0)
-        return rc;
-    e->info.work_bytes =
-        hx_graph_bytes(e->decode) + hx_graph_bytes(e->prefill) + e->dev->scratch_bytes;
-    return 0;
-}
-
 static void describe(hx_engine *e, const char *dir)
 {
     const hx_desc *d = &e->model->desc;
@@ -534,7 +236,7 @@ static int open_rest(hx_engine *e, const hx_options *opt, hx_err *err)
          (rc = read_generation(e, opt->model_dir, err)) != 0 ||
          (rc = open_vocab(e, err)) != 0))
         return rc;
-    if ((rc = open_device(e, opt, err)) != 0)
+    if ((rc = hx_engine_memory_open(e, opt, err)) != 0)
         return rc;
     e->wait = hx_new(hx_stream *, e->info.max_queue + n);
     e->prompt = hx_new(hx_pick_prompt, n);
@@ -564,42 +266,46 @@ static int open_rest(hx_engine *e, const hx_options *opt, hx_err *err)
     return rc != 0 ? rc : hx_scrub_start(e, opt, err);
 }
 
+static int check_options(const hx_options *o, hx_err *err)
+{
+    const struct {
+        const char *name;
+        double v, max;
+    } all[] = {
+        { "decode_share", o->decode_share, 1 },
+        { "max_streams", o->max_streams, HX_SPAN_MAX },
+        { "ctx_tokens", (double)o->ctx_tokens, INT32_MAX },
+        { "max_queue", (double)o->max_queue, 1 << 20 },
+        { "n_threads", o->n_threads, INT32_MAX },
+        { "kv", o->kv, HX_KV_FP8 },
+        { "client_streams", o->client_streams, INT32_MAX },
+        { "client_queue", (double)o->client_queue, 1e12 },
+        { "stall_ms", (double)o->stall_ms, 1e12 },
+        { "canary_ms", (double)o->canary_ms, 1e12 },
+        { "verify_ms", (double)o->verify_ms, 1e12 },
+    };
+    int rc = 0;
+
+    for (size_t i = 0; rc == 0 && i < HX_LEN(all); i++)
+        rc = check_range(all[i].v, 0, all[i].max, all[i].name, err);
+    return rc;
+}
+
 int hx_open(hx_engine **out, const hx_options *opt, hx_err *err)
 {
-    pthread_condattr_t clock;
     hx_engine *e;
     int rc;
 
     *out = NULL;
-    if (!(opt->decode_share >= 0 && opt->decode_share <= 1) || opt->client_streams < 0 ||
-        opt->client_queue < 0 || opt->stall_ms < 0 || opt->canary_ms < 0 ||
-        opt->verify_ms < 0)
-        return hx_fail(err, HX_EARG,
-                       "options: decode share %g (0..1), limits of a client and times "
-                       "must not be negative",
-                       (double)opt->decode_share);
-    if (opt->max_streams < 0 || opt->max_streams > 64 || opt->ctx_tokens < 0 ||
-        opt->ctx_tokens > INT32_MAX || opt->max_queue < 0 || opt->max_queue > 1 << 20 ||
-        opt->n_threads < 0)
-        return hx_fail(
-            err, HX_EARG,
-            "options: %d streams (0..64), %lld context tokens (at most 2^31 - 1), "
-            "%lld queue places, %d threads; none may be negative",
-            opt->max_streams, (long long)opt->ctx_tokens, (long long)opt->max_queue,
-            opt->n_threads);
-    if (opt->kv < HX_KV_BF16 || opt->kv > HX_KV_FP8)
-        return hx_fail(err, HX_EARG, "options: unknown format %d of latents",
-                       (int)opt->kv);
+    if ((rc = check_options(opt, err)) != 0)
+        return rc;
     if ((e = hx_new(hx_engine, 1)) == NULL)
         return hx_fail(err, HX_ENOMEM, "engine: no memory");
     pthread_mutex_init(&e->lock, NULL);
     pthread_mutex_init(&e->score_lock, NULL);
-    pthread_condattr_init(&clock);
-    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
-    pthread_cond_init(&e->wake, &clock);
-    pthread_cond_init(&e->health.quit, &clock);
-    pthread_cond_init(&e->scrub.quit, &clock);
-    pthread_condattr_destroy(&clock);
+    hx_engine_cond_init(&e->wake);
+    hx_engine_cond_init(&e->health.quit);
+    hx_engine_cond_init(&e->scrub.quit);
     pthread_mutex_init(&e->health.record_lock, NULL);
     e->info.max_streams = opt->max_streams != 0 ? opt->max_streams : 8;
     e->info.max_queue = opt->max_queue != 0 ? opt->max_queue : 256;
@@ -618,8 +324,7 @@ void hx_close(hx_engine *e)
     if (e->started) {
         pthread_mutex_lock(&e->lock);
         e->closing = true;
-        atomic_store(&e->nudge, true);
-        pthread_cond_signal(&e->wake);
+        hx_engine_nudge(e);
         pthread_mutex_unlock(&e->lock);
         pthread_join(e->thread, NULL);
     }
@@ -775,14 +480,6 @@ static int check_ids(const hx_engine *e, const int32_t *id, int64_t n, const cha
     return 0;
 }
 
-/* name: value must lie in min..max; NaN does not. */
-static int check_range(double v, double min, double max, const char *name, hx_err *err)
-{
-    if (v >= min && v <= max)
-        return 0;
-    return hx_fail(err, HX_EARG, "%s: %g, expected %g..%g", name, v, min, max);
-}
-
 static int check_request(const hx_engine *e, const hx_request *r, hx_err *err)
 {
     int rc;
@@ -936,16 +633,12 @@ static int stream_new(hx_engine *e, const hx_request *r, hx_stream **out, hx_err
 {
     const int64_t room = e->info.ctx_tokens - r->n_tokens;
     hx_stream *s = hx_new(hx_stream, 1);
-    pthread_condattr_t clock;
     int rc = 0;
 
     *out = NULL;
     if (s == NULL)
         return hx_fail(err, HX_ENOMEM, "request: no memory");
-    pthread_condattr_init(&clock);
-    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
-    pthread_cond_init(&s->cond, &clock);
-    pthread_condattr_destroy(&clock);
+    hx_engine_cond_init(&s->cond);
     hx_arena_init(&s->arena, 1u << 20);
     s->engine = e;
     s->slot = -1;
@@ -1019,8 +712,7 @@ static int enqueue(hx_stream *s, hx_err *err)
         e->all = s;
         s->order = e->next_order++;
         s->queue = e->n_waiting++;
-        atomic_store(&e->nudge, true);
-        pthread_cond_signal(&e->wake);
+        hx_engine_nudge(e);
     }
     pthread_mutex_unlock(&e->lock);
     if (rc == 0)
@@ -1135,17 +827,11 @@ static bool take_event(hx_stream *s, hx_event *ev)
 int hx_next(hx_stream *s, hx_event *ev, int timeout_ms)
 {
     hx_engine *e = s->engine;
-    struct timespec until;
+    const struct timespec until =
+        hx_engine_until(hx_now_us() + (int64_t)timeout_ms * 1000);
     int rc = 0;
     bool got;
 
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_sec += timeout_ms / 1000;
-    until.tv_nsec += (long)(timeout_ms % 1000) * 1000000;
-    if (until.tv_nsec >= 1000000000) {
-        until.tv_sec++;
-        until.tv_nsec -= 1000000000;
-    }
     pthread_mutex_lock(&e->lock);
     while (!(got = take_event(s, ev)) && timeout_ms != 0 && rc != ETIMEDOUT)
         rc = timeout_ms < 0 ? pthread_cond_wait(&s->cond, &e->lock)
@@ -1181,12 +867,6 @@ int hx_force(hx_stream *s, const int32_t *tokens, int32_t n, hx_err *err)
     return 0;
 }
 
-static void nudge(hx_engine *e)
-{
-    atomic_store(&e->nudge, true);
-    pthread_cond_signal(&e->wake);
-}
-
 void hx_end_thinking(hx_stream *s)
 {
     atomic_store(&s->end_thinking, true);
@@ -1196,7 +876,7 @@ void hx_cancel(hx_stream *s)
 {
     pthread_mutex_lock(&s->engine->lock);
     s->cancelled = true;
-    nudge(s->engine);
+    hx_engine_nudge(s->engine);
     pthread_mutex_unlock(&s->engine->lock);
 }
 
@@ -1211,7 +891,7 @@ void hx_stream_free(hx_stream *s)
     s->ready = NULL;
     ended = s->ended;
     if (!ended)
-        nudge(s->engine);
+        hx_engine_nudge(s->engine);
     pthread_mutex_unlock(&s->engine->lock);
     if (ended)
         hx_engine_stream_destroy(s);
@@ -1254,193 +934,4 @@ int hx_score(hx_engine *e, const hx_score_args *a, hx_err *err)
     }
     hx_stream_free(s);
     return rc;
-}
-
-/* ---- observation ------------------------------------------------------ */
-
-void hx_get_experts(hx_engine *e, hx_experts *out)
-{
-    pthread_mutex_lock(&e->lock);
-    *out = e->experts;
-    pthread_mutex_unlock(&e->lock);
-}
-
-void hx_profile(hx_engine *e, bool on)
-{
-    pthread_mutex_lock(&e->lock);
-    memset(e->times, 0, sizeof e->times);
-    atomic_store(&e->profile, on);
-    pthread_mutex_unlock(&e->lock);
-}
-
-void hx_get_profile(hx_engine *e, hx_op_time out[HX_OP_TIMES])
-{
-    pthread_mutex_lock(&e->lock);
-    memcpy(out, e->times, sizeof e->times);
-    pthread_mutex_unlock(&e->lock);
-}
-
-void hx_get_status(hx_engine *e, hx_status *out)
-{
-    const char *text = NULL;
-
-    pthread_mutex_lock(&e->lock);
-    *out = (hx_status) { .running = e->n_running,
-                         .waiting = e->n_waiting,
-                         .pages = e->cache->n_page,
-                         .pages_used = e->pages_reserved,
-                         .steps = e->steps,
-                         .preempted = e->preempted,
-                         .prefill_rate = e->prefill_rate,
-                         .decode_rate = e->decode_rate };
-    hx_reuse_status(e, out);
-    if (e->n_waiting > 0 || e->n_running >= e->info.max_streams)
-        out->wait_ms = (int64_t)(hx_sched_wait_us(e, e->n_waiting + 1) / 1e3);
-    text = hx_health_fault(e, &out->fault);
-    if (text != NULL)
-        snprintf(out->fault_text, sizeof out->fault_text, "%s", text);
-    pthread_mutex_unlock(&e->lock);
-}
-
-int64_t hx_get_streams(hx_engine *e, hx_stream_info *out, int64_t cap)
-{
-    int64_t n = 0;
-
-    pthread_mutex_lock(&e->lock);
-    for (const hx_stream *s = e->all; s != NULL; s = s->all_next, n++)
-        if (n < cap)
-            out[n] =
-                (hx_stream_info) { .id = s->order,
-                                   .client = s->req.client,
-                                   .stage = s->state == HX_SEQ_QUEUED    ? HX_AT_QUEUE
-                                            : s->state == HX_SEQ_PREFILL ? HX_AT_PREFILL
-                                                                         : HX_AT_DECODE,
-                                   .priority = s->req.priority,
-                                   .prompt = s->n_prompt,
-                                   .cached = s->cached,
-                                   .prefilled = s->prefilled,
-                                   .generated = s->generated,
-                                   .max_new = s->max_new,
-                                   .queue = s->queue,
-                                   .times = s->times };
-    pthread_mutex_unlock(&e->lock);
-    return n;
-}
-
-static void gauge(hx_sb *b, const char *name, const char *help, int64_t v)
-{
-    hx_sb_printf(b, "# HELP hoist_%s %s\n# TYPE hoist_%s gauge\nhoist_%s %lld\n", name,
-                 help, name, name, (long long)v);
-}
-
-/* Bytes and waits of routed experts; how many ran where are counters of base.h. */
-static void write_experts(hx_sb *b, const hx_experts *x)
-{
-    const struct {
-        const char *name, *help;
-        uint64_t v;
-    } all[] = {
-        { "experts_link_bytes", "Bytes of experts of decode steps read over the link.",
-          (uint64_t)x->link * x->expert_bytes },
-        { "experts_lane_bytes", "Bytes of experts of decode steps that the CPU read.",
-          (uint64_t)x->lane * x->expert_bytes },
-        { "experts_fetch_bytes", "Bytes of experts fetched before they were picked.",
-          x->fetch_bytes },
-        { "experts_push_bytes", "Bytes of experts moved into GPU memory for decode.",
-          x->push_bytes },
-        { "experts_stage_bytes", "Bytes of experts copied there for prompts.",
-          x->stage_bytes },
-        { "experts_wait_us", "Microseconds that the GPU waited for the CPU's experts.",
-          (uint64_t)x->wait_us },
-        { "experts_lane_us", "Microseconds that the CPU computed experts.",
-          (uint64_t)x->lane_us },
-    };
-
-    for (size_t i = 0; x->n_expert > 0 && i < HX_LEN(all); i++)
-        hx_sb_printf(b,
-                     "# HELP hoist_%s_total %s\n# TYPE hoist_%s_total counter\n"
-                     "hoist_%s_total %llu\n",
-                     all[i].name, all[i].help, all[i].name, all[i].name,
-                     (unsigned long long)all[i].v);
-}
-
-/* The series that dashboards for vLLM ask for, with its meanings. */
-static void write_vllm(hx_sb *b, const hx_engine *e, const hx_status *st)
-{
-    const struct {
-        const char *name, *type, *more;
-        double v;
-    } all[] = {
-        { "num_requests_running", "gauge", "", (double)st->running },
-        { "num_requests_waiting", "gauge", "", (double)st->waiting },
-        { "kv_cache_usage_perc", "gauge", "",
-          (double)st->pages_used / (double)HX_MAX(st->pages, 1) },
-        { "num_preemptions_total", "counter", "", (double)st->preempted },
-        { "prefix_cache_queries_total", "counter", "",
-          (double)hx_counted(HX_C_prefix_queries_total) },
-        { "prefix_cache_hits_total", "counter", "",
-          (double)hx_counted(HX_C_prefix_hits_total) },
-        { "prompt_tokens_total", "counter", "",
-          (double)hx_counted(HX_C_prompt_tokens_total) },
-        { "generation_tokens_total", "counter", "",
-          (double)hx_counted(HX_C_generation_tokens_total) },
-        { "request_success_total", "counter", ",finished_reason=\"stop\"",
-          (double)hx_counted(HX_C_requests_stop_total) },
-        { "request_success_total", NULL, ",finished_reason=\"length\"",
-          (double)hx_counted(HX_C_requests_length_total) },
-        { "request_success_total", NULL, ",finished_reason=\"abort\"",
-          (double)hx_counted(HX_C_requests_cancelled_total) },
-    };
-    char label[300], name[257];
-    size_t n = 0;
-
-    /* A label's value must not hold quotes, backslashes or line ends. */
-    for (const char *p = e->name; *p != '\0'; p++)
-        name[n++] = *p == '"' || *p == '\\' || *p == '\n' ? '_' : *p;
-    name[n] = '\0';
-    snprintf(label, sizeof label, "model_name=\"%s\"", name);
-    for (size_t i = 0; i < HX_LEN(all); i++) {
-        if (all[i].type != NULL)
-            hx_sb_printf(b, "# TYPE vllm:%s %s\n", all[i].name, all[i].type);
-        hx_sb_printf(b, "vllm:%s{%s%s} %.15g\n", all[i].name, label, all[i].more,
-                     all[i].v);
-    }
-    hx_histograms_write(b, "vllm:", label);
-}
-
-int64_t hx_metrics(hx_engine *e, char *out, int64_t cap)
-{
-    hx_sb b = { 0 };
-    hx_status st;
-    hx_experts x;
-    int64_t n;
-
-    hx_get_status(e, &st);
-    hx_counters_write(&b);
-    gauge(&b, "requests_running", "Requests being computed.", st.running);
-    gauge(&b, "requests_waiting", "Requests waiting for a place.", st.waiting);
-    gauge(&b, "pages_total", "Pages of sequence memory, 64 tokens each.", st.pages);
-    gauge(&b, "pages_used", "Pages reserved by running requests.", st.pages_used);
-    gauge(&b, "pages_kept", "Pages kept for later requests, given up on demand.",
-          st.pages_kept);
-    gauge(&b, "prefix_states", "Kept states.", st.states);
-    gauge(&b, "park_ram_bytes", "Host memory of kept states and parked pages.",
-          (int64_t)st.ram_bytes);
-    gauge(&b, "context_tokens", "Longest sequence.", e->info.ctx_tokens);
-    gauge(&b, "resident_memory_bytes", "Memory of the process, mapped weights included.",
-          (int64_t)hx_sys_rss_bytes());
-    gauge(&b, "healthy", "1 while answers can be had and trusted.", st.fault == NULL);
-    gauge(&b, "wait_milliseconds", "What one more request would wait.", st.wait_ms);
-    gauge(&b, "prefill_tokens_per_second", "Prompt tokens per second of work on them.",
-          (int64_t)st.prefill_rate);
-    gauge(&b, "decode_tokens_per_second", "Tokens per second of decode work.",
-          (int64_t)st.decode_rate);
-    hx_get_experts(e, &x);
-    write_experts(&b, &x);
-    write_vllm(&b, e, &st);
-    n = b.bad ? HX_ENOMEM : (int64_t)b.n;
-    if (HX_MIN(n, cap) > 0)
-        memcpy(out, b.p, (size_t)HX_MIN(n, cap));
-    hx_sb_free(&b);
-    return n;
 }

@@ -18,9 +18,9 @@
 #define HX_RING_BYTES_HIGH 8192 /* of text there: such a reader pauses its stream */
 #define HX_TOKEN_BYTES     512  /* of one token; longer ones are refused at open */
 #define HX_SCORE_ROWS      16   /* logits rows computed together when scoring */
-#define HX_TOP_MAX         20
-#define HX_STOP_MAX        16  /* stop texts of a request */
-#define HX_STOP_BYTES      256 /* of one stop text */
+#define HX_TOP_MAX         20   /* alternatives of a token that are reported */
+#define HX_STOP_MAX        16   /* stop texts of a request */
+#define HX_STOP_BYTES      256  /* of one stop text */
 #define HX_PREFILL_ROWS    256 /* of a prefill chunk: whole blocks of the 64-token grid */
 #define HX_CUT_MAX         48  /* states kept on the way through one prompt ... */
 #define HX_SNAP_MAX        8   /* ... and inside one chunk of it */
@@ -68,7 +68,7 @@ void hx_sched_pick_decoded(hx_costs *c, hx_pick_state *s, int32_t rows, float us
 void hx_sched_pick_read(hx_costs *c, hx_pick_state *s, int64_t layer, int64_t blocks,
                         bool full, float us);
 
-/* ---- the size of sequence memory (engine.c) --------------------------- */
+/* ---- the device and its memory (engine_memory.c) ---------------------- */
 
 typedef struct {
     uint64_t budget_bytes, slot_bytes, page_bytes;
@@ -79,7 +79,10 @@ typedef struct {
 /* Sequence memory for info->max_streams streams, or for fewer where it may, so that their
  * states take half of the budget at most, or that one has the context that must fit. Sets
  * max_streams and ctx_tokens. Returns pages; 0: not enough. */
-int64_t hx_engine_fit_cache(hx_info *info, const hx_cache_want *w);
+int64_t hx_engine_memory_fit(hx_info *info, const hx_cache_want *w);
+/* Opens the device and all that lies in its memory. Errors: HX_EARG, HX_ENOMEM, HX_EUNSUP,
+ * HX_EDEVICE; what was opened stays for hx_close(). */
+int hx_engine_memory_open(hx_engine *e, const hx_options *opt, hx_err *err);
 
 /* ---- sampling state (sample.c) ---------------------------------------- */
 
@@ -327,6 +330,11 @@ double hx_sched_wait_us(const hx_engine *e, int64_t n);
 bool hx_sched_ring_high(const hx_stream *s);
 void hx_engine_stream_destroy(hx_stream *s); /* engine.c */
 void hx_engine_wake_reader(hx_stream *s);    /* under lock */
+/* The engine thread looks at what is new. Under lock. */
+void hx_engine_nudge(hx_engine *e);
+/* A condition whose waits end by the clock of hx_now_us(); a time of it for them. */
+void hx_engine_cond_init(pthread_cond_t *c);
+struct timespec hx_engine_until(int64_t us);
 
 /* health.c */
 int hx_health_open(hx_engine *e, const hx_options *opt, hx_err *err);
@@ -433,10 +441,10 @@ void hx_reuse_chunk_begin(hx_engine *e, hx_stream *s, hx_batch *b);
 void hx_reuse_chunk_end(hx_engine *e, hx_stream *s);
 /* Before decode rows: keeps the states of prompts just read, whose first token is out. */
 void hx_reuse_settle(hx_engine *e);
-/* Decode rows built the last n of n_done. */
-void hx_reuse_decoded(hx_stream *s, int64_t n);
-/* The stream leaves its slot; keep: its state is whole and may serve others. */
-void hx_reuse_end(hx_engine *e, hx_stream *s, bool keep);
+/* A decode row built the last of n_done. */
+void hx_reuse_decoded(hx_stream *s);
+/* The stream leaves its slot, or where it is parked; whole: its state may serve others. */
+void hx_reuse_end(hx_engine *e, hx_stream *s, bool whole);
 /* Moves a running stream's state aside, so that it can be admitted again and go on with the
  * same bits; its slot is gone then. False: no room; it still has all it had. */
 bool hx_reuse_park(hx_engine *e, hx_stream *s);
@@ -451,6 +459,7 @@ void hx_reuse_status(const hx_engine *e, hx_status *out);
 int hx_sample_open(hx_stream *s, hx_err *err);
 void hx_sample_close(hx_stream *s);
 void hx_sample_seen(hx_history *h, int32_t id, bool answer);
+bool hx_sample_is_end(const hx_stream *s, int32_t id); /* an id that ends the answer */
 /* Fills *row for the stream's next token; ahead: for the one after it. */
 int hx_sample_row_of(hx_stream *s, bool ahead, hx_sample_row *row, hx_err *err);
 /* What is chosen after the next token does not hang on which one that is but through the

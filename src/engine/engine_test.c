@@ -665,6 +665,10 @@ static void test_options(void **state)
     assert_int_equal(
         hx_open(&e, &(hx_options) { .model_dir = DEMO, .device = "tpu" }, &err), HX_EARG);
     assert_int_equal(
+        hx_open(&e, &(hx_options) { .model_dir = DEMO, .decode_share = NAN }, &err),
+        HX_EARG);
+    assert_non_null(strstr(err.msg, "decode_share: nan, expected 0..1"));
+    assert_int_equal(
         hx_open(&e, &(hx_options) { .model_dir = DEMO, .max_streams = 65 }, &err),
         HX_EARG);
     assert_int_equal(
@@ -747,7 +751,7 @@ static void test_cache_fits(void **state)
     (void)state;
     for (size_t i = 0; i < HX_LEN(of); i++) {
         hx_info info = { .max_streams = 8, .ctx_trained_tokens = 1 << 20 };
-        const int64_t pages = hx_engine_fit_cache(&info, &of[i].w);
+        const int64_t pages = hx_engine_memory_fit(&info, &of[i].w);
 
         assert_int_equal(pages > 0, of[i].ctx_most > 0);
         assert_int_equal(info.max_streams, of[i].streams);

@@ -101,18 +101,12 @@ static void *run_watchdog(void *ud)
 {
     hx_engine *e = ud;
     const int64_t every_us = HX_MIN(e->health.stall_us / 5, 500000);
-    struct timespec until;
-    int64_t began;
 
     pthread_mutex_lock(&e->lock);
     while (!e->closing) {
-        began = hx_now_us();
-        clock_gettime(CLOCK_MONOTONIC, &until);
-        until.tv_nsec += (long)every_us * 1000;
-        if (until.tv_nsec >= 1000000000) {
-            until.tv_sec++;
-            until.tv_nsec -= 1000000000;
-        }
+        const int64_t began = hx_now_us();
+        const struct timespec until = hx_engine_until(began + every_us);
+
         pthread_cond_timedwait(&e->health.quit, &e->lock, &until);
         if (hx_now_us() - began > 3 * every_us)
             atomic_store(&e->health.beat_us, hx_now_us());

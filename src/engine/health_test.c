@@ -634,6 +634,30 @@ static void test_progress(void **state)
     hx_close(e);
 }
 
+/* Who waits is told the place at once, and again when one before it leaves. */
+static void test_places(void **state)
+{
+    hx_engine *e = open_demo(&(hx_options) { .max_streams = 1 });
+    const hx_request hog = { HELLO, .max_new = 30000, .ignore_eos = true },
+                     r = { HELLO, .max_new = 2, .progress = true };
+    hx_stream *runs = submit(e, &hog), *first = submit(e, &r), *second = submit(e, &r);
+    hx_event ev;
+
+    (void)state;
+    assert_int_equal(hx_next(second, &ev, 9000), 1);
+    assert_int_equal(ev.kind, HX_EV_PROGRESS);
+    assert_int_equal(ev.queue, 1);
+    assert_int_equal(ev.times.started_us, 0);
+    hx_stream_free(first);
+    assert_int_equal(hx_next(second, &ev, 9000), 1);
+    assert_int_equal(ev.kind, HX_EV_PROGRESS);
+    assert_int_equal(ev.queue, 0);
+    assert_int_equal(ev.times.started_us, 0);
+    hx_stream_free(second);
+    hx_stream_free(runs);
+    hx_close(e);
+}
+
 /* The names are those of vLLM's own loggers (vllm/v1/metrics/loggers.py, 2025). */
 static void test_metrics(void **state)
 {
@@ -762,6 +786,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_client_limits),
         cmocka_unit_test(test_cancels),
         cmocka_unit_test(test_progress),
+        cmocka_unit_test(test_places),
         cmocka_unit_test(test_metrics),
         cmocka_unit_test(test_record),
         cmocka_unit_test(test_record_full),

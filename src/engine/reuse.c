@@ -9,8 +9,8 @@
 
 #include "engine/engine.h"
 
-/* Pins may keep this part of the pages from running requests. */
-#define PIN_SHARE 2
+#define PIN_SHARE 2       /* pins may keep this part of the pages from running requests */
+#define LOOK_US   1000000 /* how often a call that waits looks whether the engine hangs */
 
 /* A call of another thread, on its stack. */
 typedef struct hx_asked {
@@ -59,7 +59,7 @@ int hx_reuse_open(hx_engine *e, const hx_options *opt, hx_err *err)
 
     if (r == NULL)
         return hx_fail(err, HX_ENOMEM, "kept prefixes: no memory");
-    pthread_cond_init(&r->answered, NULL);
+    hx_engine_cond_init(&r->answered);
     r->mode = opt->prefix;
     r->ram_bytes = opt->park_ram_bytes != 0 ? opt->park_ram_bytes : default_ram_bytes(e);
     e->info.park_ram_bytes = r->mode != HX_PREFIX_OFF ? r->ram_bytes : 0;
@@ -275,6 +275,21 @@ static void go_on_from(hx_engine *e, hx_stream *s, const hx_prefix_match *m)
     set_cached(s, s->n_done, m->miss, m->miss == HX_MISS_NONE ? m->n : m->known);
 }
 
+/* The state that was moved aside is in a slot again, or is wanted no more. */
+static void unpark(hx_engine *e, hx_stream *s)
+{
+    hx_prefix_tree *t = e->reuse->tree;
+    hx_node *n = s->parked;
+
+    s->parked = NULL;
+    hx_prefix_busy(n, -1);
+    if (n->snap->hidden) {
+        t->quiet = true;
+        hx_prefix_remove(t, n);
+        t->quiet = false;
+    }
+}
+
 static bool admit_parked(hx_engine *e, hx_stream *s, int32_t n_pages)
 {
     hx_prefix_tree *t = e->reuse->tree;
@@ -287,7 +302,7 @@ static bool admit_parked(hx_engine *e, hx_stream *s, int32_t n_pages)
         s->slot = -1;
         return false;
     }
-    hx_reuse_end(e, s, false); /* of being parked; the slot stays */
+    unpark(e, s);
     return true;
 }
 
@@ -464,10 +479,11 @@ void hx_reuse_settle(hx_engine *e)
         settle(e, e->run[i]);
 }
 
-void hx_reuse_decoded(hx_stream *s, int64_t n)
+void hx_reuse_decoded(hx_stream *s)
 {
-    for (int64_t at = s->n_done - n; at < s->n_done; at++)
-        s->decoded[at / HX_PAGE] |= UINT64_C(1) << (at % HX_PAGE);
+    const int64_t at = s->n_done - 1;
+
+    s->decoded[at / HX_PAGE] |= UINT64_C(1) << (at % HX_PAGE);
 }
 
 void hx_reuse_end(hx_engine *e, hx_stream *s, bool whole)
@@ -475,17 +491,8 @@ void hx_reuse_end(hx_engine *e, hx_stream *s, bool whole)
     hx_prefix_tree *t = e->reuse->tree;
     hx_node *n = NULL;
 
-    if (s->parked != NULL) {
-        n = s->parked;
-        s->parked = NULL;
-        hx_prefix_busy(n, -1);
-        if (n->snap->hidden) {
-            t->quiet = true;
-            hx_prefix_remove(t, n);
-            t->quiet = false;
-        }
-        return;
-    }
+    if (s->parked != NULL)
+        unpark(e, s);
     if (s->slot < 0)
         return;
     if (e->chunk == s)
@@ -573,17 +580,15 @@ static bool take_back(hx_reuse *r, const asked *a)
 static int ask(hx_engine *e, asked *a, hx_err *err)
 {
     hx_reuse *r = e->reuse;
-    struct timespec until;
     int rc = 0;
 
     pthread_mutex_lock(&e->lock);
     a->next = r->first;
     r->first = a;
-    atomic_store(&e->nudge, true);
-    pthread_cond_signal(&e->wake);
+    hx_engine_nudge(e);
     while (!a->done && rc == 0) {
-        clock_gettime(CLOCK_REALTIME, &until);
-        until.tv_sec++;
+        const struct timespec until = hx_engine_until(hx_now_us() + LOOK_US);
+
         pthread_cond_timedwait(&r->answered, &e->lock, &until);
         if (!a->done && atomic_load(&e->health.stalled) && take_back(r, a))
             rc = hx_fail(err, HX_EDEVICE, "engine: %s", hx_health_fault(e, NULL));

@@ -38,16 +38,8 @@ static void on_ready(void *ud)
 
 /* ---- budgets ----------------------------------------------------------- */
 
-static bool is_parent(const hx_prefix_tree *t, const hx_node *file)
-{
-    for (const hx_node *n = t->snap; n != NULL; n = n->snap->next)
-        if (n->snap->on_disk && n->snap->file_parent == file)
-            return true;
-    return false;
-}
-
 /* Deletes files until bytes more fit: those of other models or builds, then those unused
- * longest that no other needs. */
+ * longest. No other needs these: a node is as recently used as what goes on from it. */
 static bool make_disk_room(hx_engine *e, uint64_t bytes, int64_t newer_than_us)
 {
     hx_reuse *r = e->reuse;
@@ -58,9 +50,9 @@ static bool make_disk_room(hx_engine *e, uint64_t bytes, int64_t newer_than_us)
         if (hx_park_drop_foreign(r->park))
             continue;
         for (hx_node *n = r->tree->snap; n != NULL; n = n->snap->next)
-            if (n->snap->on_disk && n->busy == 0 && n->snap->used_us < newer_than_us &&
-                (old == NULL || n->snap->used_us < old->snap->used_us) &&
-                !is_parent(r->tree, n) && n != r->write.from)
+            if (n->snap->on_disk && n->busy == 0 && n->used_us < newer_than_us &&
+                (old == NULL || n->used_us < old->used_us ||
+                 (n->used_us == old->used_us && n->end > old->end)))
                 old = n;
         if (old == NULL)
             return false;
@@ -368,6 +360,78 @@ static void was_read(hx_engine *e, hx_park_done *d)
     }
 }
 
+/* ---- what lies in the folder ---------------------------------------------- */
+
+/* Files that another process has deleted. */
+static void lose_gone(hx_reuse *r)
+{
+    hx_node *n = r->tree->snap;
+
+    while (n != NULL)
+        if (n->snap->on_disk && hx_park_find(r->park, &n->snap->name) < 0) {
+            hx_prefix_lost_file(r->tree, n); /* others may go with it */
+            n = r->tree->snap;
+        } else {
+            n = n->snap->next;
+        }
+}
+
+/* node [hx_park_n_found()]: those in the tree. NULL: the file is of no use. */
+static hx_node *add_found(hx_engine *e, const hx_park_head *h, hx_node *const *node)
+{
+    const hx_reuse *r = e->reuse;
+    const int64_t i = h->from > 0 ? hx_park_find(r->park, &h->parent) : -1;
+    const hx_prefix_disk d = { .parent = i >= 0 ? node[i] : NULL,
+                               .token = h->token,
+                               .decoded = h->decoded,
+                               .n = h->n,
+                               .pend = h->pend,
+                               .has_hidden = h->has_hidden,
+                               .name = h->name };
+    const uint64_t state = hx_cache_state_bytes(e->cache, h->pend) +
+                           (h->has_hidden ? (uint64_t)r->tree->hidden_bytes : 0);
+
+    if (h->state_bytes != state ||
+        (h->from > 0 && (d.parent == NULL || d.parent->end != h->from)))
+        return NULL;
+    return hx_prefix_add_disk(r->tree, &d, hx_now_us() - h->age_us);
+}
+
+/* The tree's files become those of the folder. Those whose beginning is not there are of no
+ * use; where it is there, but cannot be read now, the next run may. */
+static void take_found(hx_engine *e)
+{
+    hx_reuse *r = e->reuse;
+    hx_node **node = hx_new(hx_node *, hx_park_n_found(r->park) + 1);
+    const hx_park_head *h;
+    int64_t n_used = 0, n_useless = 0;
+
+    lose_gone(r);
+    for (hx_node *n = r->tree->snap; node != NULL && n != NULL; n = n->snap->next)
+        if (n->snap->on_disk)
+            node[hx_park_find(r->park, &n->snap->name)] = n;
+    for (int64_t i = 0; node != NULL && (h = hx_park_found(r->park, i)) != NULL; i++) {
+        if (node[i] != NULL || hx_park_find(r->park, &h->name) != i)
+            continue;
+        if ((node[i] = add_found(e, h, node)) != NULL) {
+            n_used++;
+            continue;
+        }
+        n_useless++;
+        if (h->from > 0 && hx_park_find(r->park, &h->parent) == HX_PARK_UNUSED)
+            hx_park_disown(r->park, &h->name);
+        else
+            hx_park_delete(r->park, &h->name);
+    }
+    hx_free(node);
+    hx_park_found_end(r->park);
+    if (n_used + n_useless > 0)
+        hx_log(HX_LOG_INFO, "park: %lld kept states found, %lld without their beginning",
+               (long long)n_used, (long long)n_useless);
+    if (hx_park_is_ours(r->park))
+        make_disk_room(e, 0, INT64_MAX);
+}
+
 /* ---- the engine thread's calls ------------------------------------------ */
 
 static void poll_all(hx_engine *e, bool wait)
@@ -378,8 +442,10 @@ static void poll_all(hx_engine *e, bool wait)
     while (hx_park_poll(e->reuse->park, &d, wait)) {
         if (d.kind == HX_PARK_WRITE)
             written(e, &d);
-        else
+        else if (d.kind == HX_PARK_READ)
             was_read(e, &d);
+        else
+            take_found(e);
         wait = false;
     }
 }
@@ -388,7 +454,8 @@ static void tick(hx_engine *e, int64_t idle_us, int64_t max_pages)
 {
     hx_reuse *r = e->reuse;
 
-    while (r->write.node == NULL && hx_now_us() >= r->retry_us && begin_write(e, idle_us))
+    while (r->write.node == NULL && hx_park_is_ours(r->park) &&
+           hx_now_us() >= r->retry_us && begin_write(e, idle_us))
         ;
     if (r->write.node != NULL && !r->write.queued)
         go_on_writing(e, max_pages);
@@ -414,7 +481,8 @@ int64_t hx_reuse_disk_due_us(const hx_engine *e)
         return 0;
     if (r->write.node != NULL)
         return hx_now_us() + RETRY_US; /* its end wakes */
-    for (const hx_node *n = r->tree->snap; n != NULL; n = n->snap->next)
+    for (const hx_node *n = r->tree->snap; n != NULL && hx_park_is_ours(r->park);
+         n = n->snap->next)
         if (is_unwritten(n))
             due = HX_MIN(due, n->snap->used_us + IDLE_US);
     return due == INT64_MAX ? due : HX_MAX(due, r->retry_us);
@@ -432,49 +500,6 @@ void hx_reuse_disk_used(hx_engine *e, const hx_node *n)
 }
 
 /* ---- open and close ------------------------------------------------------ */
-
-static hx_node *node_named(const hx_prefix_tree *t, const hx_park_name *name)
-{
-    for (hx_node *n = t->snap; n != NULL; n = n->snap->next)
-        if (n->snap->on_disk && memcmp(n->snap->name.b, name->b, sizeof name->b) == 0)
-            return n;
-    return NULL;
-}
-
-/* What the last run left, as a tree; files whose beginning is not there are of no use. */
-static void take_found(hx_engine *e)
-{
-    hx_reuse *r = e->reuse;
-    const int64_t now = hx_now_us();
-    const hx_park_head *h;
-    int64_t n_used = 0, n_useless = 0;
-
-    for (int64_t i = 0; (h = hx_park_found(r->park, i)) != NULL; i++) {
-        hx_node *parent = h->from > 0 ? node_named(r->tree, &h->parent) : NULL;
-        const hx_prefix_disk d = { .parent = parent,
-                                   .token = h->token,
-                                   .decoded = h->decoded,
-                                   .n = h->n,
-                                   .pend = h->pend,
-                                   .has_hidden = h->has_hidden,
-                                   .name = h->name };
-        const uint64_t state = hx_cache_state_bytes(e->cache, h->pend) +
-                               (h->has_hidden ? (uint64_t)r->tree->hidden_bytes : 0);
-        const bool fits = h->state_bytes == state &&
-                          (h->from == 0 || (parent != NULL && parent->end == h->from));
-
-        if (fits && hx_prefix_add_disk(r->tree, &d, now - h->age_us) != NULL) {
-            n_used++;
-        } else {
-            hx_park_delete(r->park, &h->name);
-            n_useless++;
-        }
-    }
-    hx_park_found_end(r->park);
-    if (n_used + n_useless > 0)
-        hx_log(HX_LOG_INFO, "park: %lld kept states found, %lld without their beginning",
-               (long long)n_used, (long long)n_useless);
-}
 
 int hx_reuse_disk_open(hx_engine *e, const hx_options *opt, hx_err *err)
 {
@@ -502,7 +527,6 @@ int hx_reuse_disk_open(hx_engine *e, const hx_options *opt, hx_err *err)
     r->tree->gone = on_gone;
     r->tree->gone_ud = e;
     take_found(e);
-    make_disk_room(e, 0, INT64_MAX);
     return 0;
 }
 

@@ -15,7 +15,7 @@
 #define DEMO  "models/demo-exl3"
 #define N_MAX 8192
 
-static const char *device; /* NULL: cpu */
+static const char *device = "cpu";
 
 static hx_engine *open_with(const hx_options *more)
 {
@@ -525,6 +525,15 @@ static int64_t files_in_folder(bool remove_them)
     return n;
 }
 
+static void remove_folder(const char *dir)
+{
+    char path[512];
+
+    snprintf(path, sizeof path, "%s/.hoist-lock", dir);
+    unlink(path);
+    assert_int_equal(rmdir(dir), 0);
+}
+
 /* A conversation goes on after a restart with the same bits, at its answer's end, at the
  * end of its prompt, and before its last message; then corrupt files cost time only. */
 static void restart_case(hx_kv kv, hx_kv other)
@@ -593,7 +602,7 @@ static void restart_case(hx_kv kv, hx_kv other)
     hx_forget(e, NULL);
     hx_close(e);
     assert_int_equal(files_in_folder(true), 0);
-    rmdir(folder);
+    remove_folder(folder);
     hx_close(cold);
     hx_free(t);
     hx_free(a);
@@ -676,25 +685,10 @@ static void test_slow_disk(void **state)
     for (int i = 0; i < n; i++)
         close(fd[i]);
     files_in_folder(true);
-    rmdir(folder);
+    remove_folder(folder);
     hx_free(t);
     hx_free(a);
     hx_free(b);
-}
-
-static void test_fit(void **state)
-{
-    hx_engine *e = open_with(&(hx_options) {
-        .max_streams = 2, .ctx_tokens = 1024, .park_ram_bytes = 100u << 20 });
-    const hx_fit f = hx_cache_fit(e, 1000), g = hx_cache_fit(e, 100);
-
-    (void)state;
-    assert_int_equal(f.here, 2);
-    assert_true(f.in_ram > 5 && f.in_ram < 100);
-    assert_int_equal(f.on_disk, 0);
-    assert_int_equal(g.here, 16);
-    assert_true(g.here + g.in_ram > f.here + f.in_ram);
-    hx_close(e);
 }
 
 static uint64_t bytes_in_folder(const char *dir)
@@ -712,6 +706,118 @@ static uint64_t bytes_in_folder(const char *dir)
     }
     closedir(d);
     return sum;
+}
+
+/* Two servers on one folder, as when one is replaced: what the first leaves as it ends, the
+ * second finds and goes on from, though it has the beginning in memory; it writes then. */
+static void test_takeover(void **state)
+{
+    const hx_options disk = { .ctx_tokens = 2048, .max_streams = 2, .park_dir = folder };
+    int32_t *t = hx_new(int32_t, N_MAX);
+    answer *a = hx_new(answer, 1), *b = hx_new(answer, 1);
+    int64_t n_files;
+    hx_status st;
+
+    (void)state;
+    snprintf(folder, sizeof folder, "/tmp/hoist-reuse-XXXXXX");
+    assert_non_null(mkdtemp(folder));
+    hx_engine *first = open_with(&disk), *second = open_with(&disk);
+    const int64_t start = hx_now_us();
+    make_text(first, t, N_MAX, 79);
+    ask(first, t, 1000, 8, b);
+    ask(second, t, 500, 8, a);
+    assert_int_equal(a->end.cached, 0);
+    hx_close(
+        second); /* writes nothing: the folder is the first one's, when that is idle */
+    assert_true(files_in_folder(false) == 0 || hx_now_us() - start > 5000000);
+    second = open_with(&disk);
+    ask(second, t, 500, 8, a);
+    hx_close(first);
+    n_files = files_in_folder(false);
+    assert_true(n_files > 2);
+    do
+        hx_get_status(second, &st);
+    while (st.disk_bytes != bytes_in_folder(folder) && usleep(10000) == 0);
+    ask(second, t, 1000, 8, a);
+    assert_int_equal(a->end.cached, 1000);
+    assert_same(a, b);
+    ask(second, t + 500, 400, 8, a);
+    while (files_in_folder(false) == n_files) /* once it is idle */
+        usleep(10000);
+    hx_close(second);
+    second = open_with(&disk);
+    ask(second, t, 1000, 8, a);
+    assert_int_equal(a->end.cached, 1000);
+    assert_same(a, b);
+    hx_close(second);
+    files_in_folder(true);
+    remove_folder(folder);
+    hx_free(t);
+    hx_free(a);
+    hx_free(b);
+}
+
+/* What goes on from a file that is there, but is not to be used now, is not thrown away. */
+static void test_beginning_of_other(void **state)
+{
+    const hx_options disk = { .ctx_tokens = 2048, .max_streams = 2, .park_dir = folder };
+    int32_t *t = hx_new(int32_t, N_MAX);
+    answer *a = hx_new(answer, 1);
+    struct dirent *f;
+    int64_t n_files = 0;
+
+    (void)state;
+    snprintf(folder, sizeof folder, "/tmp/hoist-reuse-XXXXXX");
+    assert_non_null(mkdtemp(folder));
+    for (int run = 0; run < 3; run++) {
+        hx_engine *e = open_with(&disk);
+
+        make_text(e, t, N_MAX, 80);
+        if (run != 1) {
+            ask(e, t, 1000, 8, a);
+            assert_int_equal(a->end.cached, run == 0 ? 0 : 1000);
+        } else {
+            assert_int_equal(e->reuse->tree->stat.snaps, 0);
+        }
+        hx_close(e);
+        if (run == 0)
+            n_files = files_in_folder(false);
+        assert_int_equal(files_in_folder(false), n_files);
+        /* Those that begin a conversation become another build's, and ours again. */
+        DIR *d = opendir(folder);
+        while ((f = readdir(d)) != NULL) {
+            uint8_t head[256];
+            const int fd = openat(dirfd(d), f->d_name, O_RDWR);
+
+            if (pread(fd, head, sizeof head, 0) == sizeof head && head[80] == 0 &&
+                head[81] == 0) {
+                head[16] ^= 1; /* of its identity */
+                assert_int_equal(pwrite(fd, head, sizeof head, 0), sizeof head);
+            }
+            close(fd);
+        }
+        closedir(d);
+    }
+    assert_true(n_files > 2);
+    files_in_folder(true);
+    remove_folder(folder);
+    hx_free(t);
+    hx_free(a);
+}
+
+static void test_fit(void **state)
+{
+    hx_engine *e = open_with(&(hx_options) {
+        .max_streams = 2, .ctx_tokens = 1024, .park_ram_bytes = 100u << 20 });
+    const hx_fit f = hx_cache_fit(e, 1000), g = hx_cache_fit(e, 100);
+
+    (void)state;
+    assert_int_equal(f.here, 2);
+    assert_true(f.in_ram > 5 && f.in_ram < 100);
+    assert_int_equal(f.on_disk, 0);
+    assert_int_equal(g.here, 16);
+    assert_true(g.here + g.in_ram > f.here + f.in_ram);
+    hx_close(e);
 }
 
 /* Neither the folder nor what a day writes grows beyond its budget; what was used last is
@@ -756,7 +862,7 @@ static void test_disk_budgets(void **state)
         hx_forget(e, NULL);
         hx_close(e);
         assert_int_equal(bytes_in_folder(dir), 0);
-        rmdir(dir);
+        remove_folder(dir);
     }
     hx_free(t);
     hx_free(a);
@@ -794,7 +900,7 @@ static void test_disk_too_large(void **state)
         hx_forget(e, NULL);
         hx_close(e);
     }
-    rmdir(dir);
+    remove_folder(dir);
     hx_free(t);
     hx_free(a);
 }
@@ -837,7 +943,7 @@ static void test_disk_of_other(void **state)
     assert_int_equal(a->end.cached, 128);
     hx_forget(e, NULL);
     hx_close(e);
-    rmdir(dir);
+    remove_folder(dir);
     hx_free(t);
     hx_free(u);
     hx_free(a);
@@ -913,7 +1019,7 @@ static void test_failing_memory(void **state)
     hx_close(cold);
     snprintf(folder, sizeof folder, "%s", dir);
     files_in_folder(true);
-    rmdir(dir);
+    remove_folder(dir);
     hx_free(t);
     hx_free(want);
     hx_free(a);
@@ -993,12 +1099,14 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_disk_of_other),
         cmocka_unit_test(test_failing_memory),
         cmocka_unit_test(test_slow_disk),
+        cmocka_unit_test(test_takeover),
+        cmocka_unit_test(test_beginning_of_other),
         cmocka_unit_test(test_fit),
         cmocka_unit_test(test_fit_is_true),
     };
 
     if (argc > 1)
         cmocka_set_test_filter(argv[1]);
-    device = argc > 2 ? argv[2] : NULL;
+    device = argc > 2 ? argv[2] : device;
     return cmocka_run_group_tests_name("reuse", tests, NULL, NULL);
 }

@@ -137,7 +137,7 @@ int hx_sample_row_of(hx_stream *s, bool ahead, hx_sample_row *row, hx_err *err)
     return hx_grammar_mask(s->matcher, s->mask, err);
 }
 
-static bool is_end(const hx_stream *s, int32_t id)
+bool hx_sample_is_end(const hx_stream *s, int32_t id)
 {
     for (int32_t i = 0; i < s->n_ban; i++)
         if (s->ban[i] == id)
@@ -155,8 +155,9 @@ int32_t hx_sample_settle(hx_stream *s, int32_t id)
 
     if (!s->thinking)
         return id;
-    if (!calls && ((r->think_max > 0 && made >= r->think_max) ||
-                   atomic_load(&s->end_thinking) || (awaits_grammar(s) && is_end(s, id))))
+    if (!calls &&
+        ((r->think_max > 0 && made >= r->think_max) || atomic_load(&s->end_thinking) ||
+         (awaits_grammar(s) && hx_sample_is_end(s, id))))
         id = r->think_end;
     s->thinking = id != r->think_end && !calls;
     return id;

@@ -5,7 +5,6 @@
  * token to feed, as sched_pick.c says; cancels are seen between slices. Never knows the
  * model's layers (graph.c walks them) and never waits for a reader. */
 #include <math.h>
-#include <time.h>
 
 #include "engine/engine.h"
 
@@ -222,24 +221,19 @@ static int32_t show_token(hx_stream *s, hx_out_token *t)
     return which;
 }
 
-static int32_t end_id_index(const hx_stream *s, int32_t id)
+/* The next forced token instead of id, if there is one. Under lock. */
+static int32_t forced_or(hx_stream *s, int32_t id)
 {
-    for (int32_t i = 0; i < s->n_ban; i++)
-        if (s->ban[i] == id)
-            return i;
-    return -1;
+    if (s->generated < s->req.n_forced)
+        return s->req.forced[s->generated];
+    return s->force_at < s->n_force ? s->force[s->force_at++] : id;
 }
 
-/* The next forced token instead of id, if there is one. */
-static int32_t forced_or(hx_stream *s, int32_t id)
+/* One more token of the answer. Under lock. */
+static void count_token(hx_stream *s)
 {
     const int64_t now = hx_now_us();
 
-    pthread_mutex_lock(&s->engine->lock);
-    if (s->generated < s->req.n_forced)
-        id = s->req.forced[s->generated];
-    else if (s->force_at < s->n_force)
-        id = s->force[s->force_at++];
     s->generated++;
     if (s->times.first_us == 0) {
         s->times.first_us = now;
@@ -252,8 +246,6 @@ static int32_t forced_or(hx_stream *s, int32_t id)
         hx_observe(HX_H_time_per_output_token_seconds, gap_s);
     }
     s->last_us = now;
-    pthread_mutex_unlock(&s->engine->lock);
-    return id;
 }
 
 /* The stream's next token was chosen: keeps it, shows it, ends the stream if it was the
@@ -264,14 +256,18 @@ static bool accept_token(hx_stream *s, hx_out_token *t)
     const int32_t chosen = t->token;
     int32_t which;
 
-    t->token = hx_sample_settle(s, forced_or(s, t->token));
+    pthread_mutex_lock(&s->engine->lock);
+    t->token = forced_or(s, t->token);
+    count_token(s);
+    pthread_mutex_unlock(&s->engine->lock);
+    t->token = hx_sample_settle(s, t->token);
     if (t->token != chosen)
         retract(s); /* the step ahead goes on from the other one */
     hx_count(HX_C_generation_tokens_total, 1);
     hx_sample_seen(&s->hist, t->token, true);
     s->token[s->n_token++] = t->token;
     if (!s->req.ignore_eos && s->generated > s->req.n_forced &&
-        end_id_index(s, t->token) >= 0) {
+        hx_sample_is_end(s, t->token)) {
         show_held(s, s->stopper.n_held, false);
         end_stream(s, HX_STOP_EOS, t->token, NULL);
         return false;
@@ -429,13 +425,18 @@ static int32_t pages_of(int64_t n_pos)
     return (int32_t)((n_pos + HX_PAGE - 1) / HX_PAGE);
 }
 
+/* Lower priority, or the same and come later. */
+static bool ranks_below(const hx_stream *a, const hx_stream *b)
+{
+    return a->req.priority < b->req.priority ||
+           (a->req.priority == b->req.priority && a->order > b->order);
+}
+
 static void put_in_order(hx_engine *e, hx_stream *s)
 {
     int64_t at = e->n_wait++;
 
-    while (at > 0 && (e->wait[at - 1]->req.priority < s->req.priority ||
-                      (e->wait[at - 1]->req.priority == s->req.priority &&
-                       e->wait[at - 1]->order > s->order))) {
+    while (at > 0 && ranks_below(e->wait[at - 1], s)) {
         e->wait[at] = e->wait[at - 1];
         at--;
     }
@@ -463,18 +464,14 @@ static void preempt(hx_engine *e, hx_stream *s)
     pthread_mutex_unlock(&e->lock);
 }
 
-/* Who gives way first: lowest priority, then last come. */
+/* Who gives way first. */
 static hx_stream *last_in_rank(const hx_engine *e)
 {
     hx_stream *last = NULL;
 
-    for (int32_t i = 0; i < e->n_run; i++) {
-        hx_stream *s = e->run[i];
-
-        if (last == NULL || s->req.priority < last->req.priority ||
-            (s->req.priority == last->req.priority && s->order > last->order))
-            last = s;
-    }
+    for (int32_t i = 0; i < e->n_run; i++)
+        if (last == NULL || ranks_below(e->run[i], last))
+            last = e->run[i];
     return last;
 }
 
@@ -707,7 +704,7 @@ static void land(hx_engine *e)
         }
         e->cache->slot[s->slot].n_pos = ++s->n_done;
         e->cache->slot[s->slot].pend = 1;
-        hx_reuse_decoded(s, 1);
+        hx_reuse_decoded(s);
         add_experts(s, &use);
     }
     if (rc != 0)
@@ -1179,8 +1176,8 @@ static hx_admit admit_one(hx_engine *e, hx_stream *s, kept_free *keep)
     return HX_ADMIT_YES;
 }
 
-/* The running stream of lowest priority, below that of s; of equals the last that came. One
- * in the middle of a chunk has no whole state. */
+/* The last in rank of the running streams whose priority is below that of s. One in the
+ * middle of a chunk has no whole state. */
 static hx_stream *victim_for(const hx_engine *e, const hx_stream *s)
 {
     hx_stream *low = NULL;
@@ -1190,24 +1187,36 @@ static hx_stream *victim_for(const hx_engine *e, const hx_stream *s)
 
         if (r == e->chunk || r->score != NULL || r->req.priority >= s->req.priority)
             continue;
-        if (low == NULL || r->req.priority < low->req.priority ||
-            (r->req.priority == low->req.priority && r->order > low->order))
+        if (low == NULL || ranks_below(r, low))
             low = r;
     }
     return low;
+}
+
+/* Who waits hears where: at first, and when the place changes. */
+static void tell_places(hx_engine *e)
+{
+    for (int64_t i = 0; i < e->n_wait; i++) {
+        hx_stream *s = e->wait[i];
+
+        if (s->queue == i && (s->told_us != 0 || !s->req.progress))
+            continue;
+        pthread_mutex_lock(&e->lock);
+        s->queue = i;
+        tell_progress(s, true);
+        pthread_mutex_unlock(&e->lock);
+    }
 }
 
 static void admit(hx_engine *e)
 {
     kept_free keep = { 0, 0 };
     hx_stream *s, *low;
-    bool moved = false;
     int64_t at = 0;
 
     while ((s = next_waiting(e, &at)) != NULL) {
         const hx_admit got = admit_one(e, s, &keep);
 
-        moved = moved || got == HX_ADMIT_YES;
         if (got == HX_ADMIT_READING)
             at++;
         else if (got == HX_ADMIT_NO && (low = victim_for(e, s)) != NULL)
@@ -1215,14 +1224,7 @@ static void admit(hx_engine *e)
         else if (got != HX_ADMIT_YES)
             break;
     }
-    if (!moved)
-        return;
-    pthread_mutex_lock(&e->lock);
-    for (int64_t i = 0; i < e->n_wait; i++) {
-        e->wait[i]->queue = i;
-        tell_progress(e->wait[i], true);
-    }
-    pthread_mutex_unlock(&e->lock);
+    tell_places(e);
 }
 
 /* ---- the loop ---------------------------------------------------------- */
@@ -1247,17 +1249,10 @@ static void wait_for_work(hx_engine *e, bool idle)
 {
     const bool empty = e->n_run == 0 && e->n_wait == 0;
     const int64_t most_us = !empty ? (idle ? 20000 : 0) : next_due_us(e);
-    struct timespec until;
+    const struct timespec until = hx_engine_until(hx_now_us() + most_us);
 
     if (most_us == 0)
         return;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_sec += most_us / 1000000;
-    until.tv_nsec += (long)(most_us % 1000000) * 1000;
-    if (until.tv_nsec >= 1000000000) {
-        until.tv_sec++;
-        until.tv_nsec -= 1000000000;
-    }
     pthread_mutex_lock(&e->lock);
     if (empty)
         hx_health_work(e, false);

@@ -7,7 +7,6 @@
  * keeps them there where the folder can be written. What was converted while loading (small
  * vectors) and what lies in GPU memory is not read. */
 #include <stdio.h>
-#include <time.h>
 
 #include "engine/engine.h"
 
@@ -21,8 +20,7 @@
 /* Until then, or the end of the engine. True: go on. */
 static bool sleep_until(hx_engine *e, int64_t us)
 {
-    const struct timespec until = { .tv_sec = us / 1000000,
-                                    .tv_nsec = us % 1000000 * 1000 };
+    const struct timespec until = hx_engine_until(us);
 
     pthread_mutex_lock(&e->lock);
     while (!e->closing && hx_now_us() < us)
@@ -94,6 +92,7 @@ static bool run_pass(hx_engine *e, bool make)
 static void *run_scrub(void *ud)
 {
     hx_engine *e = ud;
+
     for (;;) {
         const int64_t start = hx_now_us();
 
@@ -118,9 +117,10 @@ int hx_scrub_start(hx_engine *e, const hx_options *opt, hx_err *err)
                        "verify memory: all weights are in GPU memory; there are none in "
                        "host memory");
     if ((size_t)snprintf(path, sizeof path, "%s/" HX_SUMS_FILE, opt->model_dir) >=
-            sizeof path ||
-        (s->dir = hx_alloc(strlen(opt->model_dir) + 1)) == NULL)
-        return hx_fail(err, HX_ENOMEM, "verify memory: no memory");
+        sizeof path)
+        return hx_fail(err, HX_EARG, "model folder: name too long");
+    if ((s->dir = hx_alloc(strlen(opt->model_dir) + 1)) == NULL)
+        return hx_fail(err, HX_ENOMEM, "verify memory: no memory for a name");
     memcpy(s->dir, opt->model_dir, strlen(opt->model_dir) + 1);
     s->every_us = opt->verify_ms * 1000;
     s->make = !hx_file_exists(path);

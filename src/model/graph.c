@@ -585,6 +585,20 @@ int hx_graph_layers(hx_graph *g, int64_t l0, int64_t l1, hx_err *err)
     return g->due ? merge(g, &g->call[ffn_kind(g, l1 - 1)], 0, err) : 0;
 }
 
+/* Of the first n hidden rows. */
+static int logits_of(hx_graph *g, int64_t n, hx_err *err)
+{
+    const hx_desc *d = &g->model->desc;
+    const hx_matmul_args head = { .y = g->logits,
+                                  .x = g->hidden,
+                                  .w = &g->model->head,
+                                  .rows = n,
+                                  .ldx = d->width,
+                                  .ldy = d->n_vocab };
+
+    return hx_op_matmul(g->dev, &head, err);
+}
+
 int hx_graph_out(hx_graph *g, int64_t row0, int64_t n, hx_err *err)
 {
     const hx_desc *d = &g->model->desc;
@@ -607,17 +621,11 @@ int hx_graph_out(hx_graph *g, int64_t row0, int64_t n, hx_err *err)
                                   .ldx = d->width,
                                   .ldy = d->width,
                                   .eps = d->norm_eps };
-    const hx_matmul_args head = { .y = g->logits,
-                                  .x = g->hidden,
-                                  .w = &g->model->head,
-                                  .rows = n,
-                                  .ldx = d->width,
-                                  .ldy = d->n_vocab };
 
     if ((rc = hx_op_hc_mean(g->dev, &mean, err)) != 0 ||
         (rc = hx_op_rmsnorm(g->dev, &rms, err)) != 0)
         return rc;
-    return hx_op_matmul(g->dev, &head, err);
+    return logits_of(g, n, err);
 }
 
 static int whole_step(hx_graph *g, hx_err *err)
@@ -657,15 +665,8 @@ int hx_graph_step(hx_graph *g, const hx_batch *b, hx_err *err)
 
 int hx_graph_head(hx_graph *g, const float *hidden, hx_err *err)
 {
-    const hx_desc *d = &g->model->desc;
-    const hx_matmul_args head = { .y = g->logits,
-                                  .x = g->hidden,
-                                  .w = &g->model->head,
-                                  .rows = 1,
-                                  .ldx = d->width,
-                                  .ldy = d->n_vocab };
-    const int rc =
-        hx_dev_put(g->dev, g->hidden, hidden, (size_t)d->width * sizeof *hidden, err);
+    const size_t bytes = (size_t)g->model->desc.width * sizeof *hidden;
+    const int rc = hx_dev_put(g->dev, g->hidden, hidden, bytes, err);
 
-    return rc != 0 ? rc : hx_op_matmul(g->dev, &head, err);
+    return rc != 0 ? rc : logits_of(g, 1, err);
 }

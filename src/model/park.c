@@ -1,9 +1,12 @@
-/* park.c - kept states and pages as files: format, scan at open, the thread that reads and
- * writes them.
+/* park.c - kept states and pages as files: format, looking through the folder, the thread
+ * that reads and writes them.
  *
- * Called by reuse.c on the engine thread; the index of files is that thread's, a job is the
- * worker's from being queued until it is polled. Never trusts a byte it reads: sizes are
- * checked against the file, content against checksums, the head against its name. */
+ * Called by reuse_disk.c on the engine thread; the index of files is that thread's, a job is
+ * the worker's from being queued until it is polled. Of the processes that use a folder one
+ * has its lock, which ends with the process: that one writes and deletes, so that what it
+ * counts is true. The others read, look again when the folder has changed, and follow it.
+ * Never trusts a byte it reads: sizes are checked against the file, content against
+ * checksums, the head against its name. */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -22,10 +25,14 @@
 #define VERSION      1
 #define HEAD_MAX     (1u << 30) /* of ids, phases and sums: far beyond any context */
 #define SUFFIX       ".park"
-#define TEMP_PREFIX  "writing-"
+#define SUFFIX_TEMP  ".part"       /* while it is written */
+#define LOCK_FILE    ".hoist-lock" /* holds the day and the bytes written on it */
+#define FILE_BYTES   128           /* of a name in the folder */
 #define PATH_BYTES   4096
 #define SUM_BYTES    16
-#define DAY_HOURS    24
+#define DAY_S        86400
+#define LOOK_US      1000000 /* between two looks of one that only reads */
+#define LOOK_PART    20 /* looking through the folder takes at most one part of so many */
 #define SAMPLES      16 /* blocks of a weight file that identify it */
 #define SAMPLE_BYTES 4096
 
@@ -33,7 +40,31 @@ static const char magic[8] = { 'H', 'O', 'I', 'S', 'T', 'P', 'R', 'K' };
 
 /* ---- jobs and index ---------------------------------------------------- */
 
-typedef enum { JOB_WRITE, JOB_READ, JOB_TOUCH, JOB_DELETE } job_kind;
+typedef struct {
+    hx_park_name name;
+    uint64_t bytes;
+    int64_t used_s; /* of the wall clock */
+    int64_t found;  /* its place among those */
+    bool foreign;   /* of another model or build, or it could not be read */
+} entry;
+
+typedef struct {
+    hx_park_head head;
+    char *raw; /* the head's bytes; token and decoded point into it */
+} found;
+
+/* The folder as it was when it was looked through. */
+typedef struct {
+    entry *file; /* [n_file], by name */
+    int64_t n_file, cap_file;
+    found *found; /* [n_found], by from */
+    int64_t n_found;
+    uint64_t bytes; /* of all files */
+    bool ours;      /* nobody else writes there */
+} listing;
+
+/* Up to the look they are polled. */
+typedef enum { JOB_WRITE, JOB_READ, JOB_LOOK, JOB_TOUCH, JOB_DELETE } job_kind;
 
 typedef struct job {
     struct job *next;
@@ -47,46 +78,37 @@ typedef struct job {
     int64_t n_page;
     bool want_state;
     _Atomic int64_t *total;
+    listing list; /* of a look */
     uint64_t bytes;
     void *ud;
     int rc;
     hx_err err;
 } job;
 
-typedef struct {
-    hx_park_name name;
-    uint64_t bytes;
-    int64_t used_s; /* of the wall clock */
-    bool foreign;   /* of another model or build, or it could not be read */
-} entry;
-
-typedef struct {
-    hx_park_head head;
-    char *raw; /* the head's bytes; token and decoded point into it */
-} found;
-
 struct hx_park {
-    char dir[PATH_BYTES - 128];
+    char dir[PATH_BYTES];
     hx_park_opt opt;
     hx_park_sys sys;
-    int dir_fd;
 
     /* the engine thread's */
-    entry *file; /* [n_file] */
-    int64_t n_file, cap_file;
-    uint64_t bytes, queued_bytes;
-    uint64_t hour[DAY_HOURS + 1]; /* bytes written in each hour, by hour % 25 */
-    int64_t hour_now;
-    found *found; /* [n_found] */
-    int64_t n_found;
+    listing list;
+    uint64_t queued_bytes;
     int64_t in_flight; /* writes and reads not yet polled */
 
     pthread_t thread;
     bool started;
+    /* the thread's */
+    int dir_fd, lock_fd;
+    bool held, told;         /* the lock; that it is not was logged */
+    struct timespec changed; /* the folder's time when it was looked through */
+    int64_t look_us;         /* not before, while the lock is not held */
+
     pthread_mutex_t lock;
     pthread_cond_t work, ready;
     /* under lock */
     job *todo, *todo_last, *done, *done_last;
+    int64_t day; /* since 1970 */
+    uint64_t day_bytes;
     bool closing;
 };
 
@@ -95,18 +117,19 @@ static int64_t now_s(void)
     return (int64_t)time(NULL);
 }
 
-static void hex_of(const hx_park_name *name, char out[65])
+static void file_of(const hx_park_name *name, const char *suffix, char out[FILE_BYTES])
 {
     for (int i = 0; i < 32; i++)
         snprintf(out + 2 * i, 3, "%02x", name->b[i]);
+    snprintf(out + 64, FILE_BYTES - 64, "%s", suffix);
 }
 
-static void path_of(const hx_park *p, const hx_park_name *name, char out[PATH_BYTES])
+static void list_free(listing *l)
 {
-    char hex[65];
-
-    hex_of(name, hex);
-    snprintf(out, PATH_BYTES, "%s/%s%s", p->dir, hex, SUFFIX);
+    for (int64_t i = 0; i < l->n_found; i++)
+        hx_free(l->found[i].raw);
+    hx_free(l->found);
+    hx_free(l->file);
 }
 
 static void job_free(job *j)
@@ -117,7 +140,20 @@ static void job_free(job *j)
     hx_free(j->page);
     hx_free(j->token);
     hx_free(j->decoded);
+    list_free(&j->list);
     hx_free(j);
+}
+
+static job *job_new(job_kind kind, const hx_park_name *name)
+{
+    job *j = hx_new(job, 1);
+
+    if (j != NULL) {
+        j->kind = kind;
+        if (name != NULL)
+            j->name = *name;
+    }
+    return j;
 }
 
 /* ---- format ------------------------------------------------------------ */
@@ -227,7 +263,17 @@ static int64_t sys_write(int fd, const void *p, size_t n)
     return write(fd, p, n);
 }
 
-static const hx_park_sys plain = { sys_read, sys_write, fsync, rename };
+static int sys_rename(int dir, const char *from, const char *to)
+{
+    return renameat(dir, from, dir, to);
+}
+
+static int sys_lock(int fd)
+{
+    return flock(fd, LOCK_EX | LOCK_NB);
+}
+
+static const hx_park_sys plain = { sys_read, sys_write, fsync, sys_rename, sys_lock };
 
 /* OTHER: no file of ours, or one that cannot be read now, which proves nothing. */
 typedef enum { FILE_OURS, FILE_FOREIGN, FILE_CORRUPT, FILE_OTHER } file_kind;
@@ -305,6 +351,80 @@ static file_kind read_head(const hx_park *p, int fd, const hx_park_name *name,
     return FILE_OURS;
 }
 
+/* ---- the folder --------------------------------------------------------- */
+
+static void close_folder(hx_park *p)
+{
+    if (p->lock_fd >= 0)
+        close(p->lock_fd);
+    if (p->dir_fd >= 0)
+        close(p->dir_fd);
+    p->lock_fd = p->dir_fd = -1;
+    p->held = false;
+}
+
+/* What the day's writes are, as the one that had the lock before left it. */
+static void read_day(hx_park *p)
+{
+    char text[64] = { 0 };
+    long long day = 0;
+    unsigned long long bytes = 0;
+
+    if (pread(p->lock_fd, text, sizeof text - 1, 0) > 0)
+        sscanf(text, "%lld %llu", &day, &bytes);
+    pthread_mutex_lock(&p->lock);
+    p->day = day;
+    p->day_bytes = bytes;
+    pthread_mutex_unlock(&p->lock);
+}
+
+/* Before anything is written: what is killed or fails on its way has worn the disk too. */
+static bool count_day(hx_park *p, uint64_t bytes)
+{
+    const int64_t day = now_s() / DAY_S;
+    char text[64];
+    int n;
+
+    pthread_mutex_lock(&p->lock);
+    p->day_bytes = bytes + (p->day == day ? p->day_bytes : 0);
+    p->day = day;
+    n = snprintf(text, sizeof text, "%20lld %20llu\n", (long long)day,
+                 (unsigned long long)p->day_bytes);
+    pthread_mutex_unlock(&p->lock);
+    return pwrite(p->lock_fd, text, (size_t)n, 0) == n;
+}
+
+/* Opens the folder, makes it where it is not, and tries to be the one that writes there.
+ * Where the file system has no locks it writes without, or nothing would ever be parked. */
+static int take_folder(hx_park *p, hx_err *err)
+{
+    int why = 0;
+
+    close_folder(p);
+    if ((mkdir(p->dir, 0700) != 0 && errno != EEXIST) ||
+        (p->dir_fd = open(p->dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC)) < 0)
+        return hx_fail(err, HX_EIO, "park: %.200s: %s", p->dir, strerror(errno));
+    p->lock_fd =
+        openat(p->dir_fd, LOCK_FILE, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+    if (p->lock_fd < 0 || p->sys.lock(p->lock_fd) != 0)
+        why = errno;
+    p->held = p->lock_fd >= 0 && why != EWOULDBLOCK && why != EINTR;
+    if (p->held)
+        read_day(p);
+    if (p->held && why != 0)
+        hx_log(HX_LOG_WARN, "park: %.200s: no lock (%s): no other server may use it",
+               p->dir, strerror(why));
+    else if (p->held && p->told)
+        hx_log(HX_LOG_INFO, "park: %.200s: this process writes there now", p->dir);
+    else if (!p->held && !p->told)
+        hx_log(HX_LOG_WARN, "park: %.200s: %s; what is there is read, nothing is added%s",
+               p->dir,
+               why == EWOULDBLOCK ? "another process writes there" : strerror(why),
+               why == EWOULDBLOCK ? " until that ends: one folder for each server" : "");
+    p->told = !p->held;
+    return 0;
+}
+
 /* ---- the thread -------------------------------------------------------- */
 
 static bool write_all(const hx_park *p, int fd, const void *from, size_t n)
@@ -334,33 +454,46 @@ static bool write_content(const hx_park *p, int fd, const job *j, const uint8_t 
     return write_all(p, fd, j->state->p, j->state->n) && p->sys.sync(fd) == 0;
 }
 
-/* The temporary is locked while it is written: an unlocked one is a leftover. */
-static int run_write(const hx_park *p, job *j)
+/* Some file systems have no sync of folders. */
+static bool sync_dir(const hx_park *p)
 {
-    char temp[PATH_BYTES], path[PATH_BYTES];
+    return p->sys.sync(p->dir_fd) == 0 || errno == EINVAL;
+}
+
+static int run_write(hx_park *p, job *j)
+{
+    char temp[FILE_BYTES], file[FILE_BYTES];
     uint8_t *head = head_of(p, j);
+    bool made = false, named = false;
+    struct stat st;
     int fd = -1, rc = 0;
-    bool made = false;
 
     if (head == NULL || !sha256(head, head_bytes(j->head.from, j->head.n), j->name.b)) {
         rc = hx_fail(&j->err, HX_ENOMEM, "park: no memory for a head");
         goto done;
     }
-    path_of(p, &j->name, path);
-    snprintf(temp, sizeof temp, "%s/%s%lld-%llx", p->dir, TEMP_PREFIX,
-             (long long)getpid(), (unsigned long long)get_u64(j->name.b));
-    fd = open(temp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-    made = fd >= 0;
-    if (fd < 0 || flock(fd, LOCK_EX | LOCK_NB) != 0 || !write_content(p, fd, j, head) ||
-        p->sys.rename(temp, path) != 0 || p->sys.sync(p->dir_fd) != 0)
-        rc = hx_fail(&j->err, HX_EIO, "park: %.200s: %s", temp, strerror(errno));
+    if (p->held && (fstat(p->lock_fd, &st) != 0 || st.st_nlink == 0))
+        p->held = false;
+    if (!p->held) {
+        rc = hx_fail(&j->err, HX_EIO,
+                     "park: %.200s: was removed or emptied; it is begun anew", p->dir);
+        goto done;
+    }
+    file_of(&j->name, SUFFIX, file);
+    file_of(&j->name, SUFFIX_TEMP, temp);
+    made = count_day(p, j->bytes) &&
+           (fd = openat(p->dir_fd, temp, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC,
+                        0600)) >= 0;
+    named = made && write_content(p, fd, j, head) &&
+            p->sys.rename(p->dir_fd, temp, file) == 0;
+    if (!named || !sync_dir(p))
+        rc = hx_fail(&j->err, HX_EIO, "park: %.200s/%s: %s", p->dir, temp,
+                     strerror(errno));
 done:
     if (fd >= 0)
         close(fd);
-    if (rc != 0 && made) {
-        unlink(temp);
-        unlink(path); /* renamed, but not known to last */
-    }
+    if (rc != 0 && made)
+        unlinkat(p->dir_fd, named ? file : temp, 0); /* named, but not known to last */
     hx_free(head);
     return rc;
 }
@@ -397,36 +530,36 @@ static int read_content(const hx_park *p, int fd, job *j, const hx_park_head *h)
 
 static int run_read(const hx_park *p, job *j)
 {
-    char path[PATH_BYTES];
+    char file[FILE_BYTES];
     hx_park_head h;
     uint8_t *raw = NULL;
     int fd, rc;
 
-    path_of(p, &j->name, path);
-    if ((fd = open(path, O_RDONLY | O_CLOEXEC)) < 0)
-        return hx_fail(&j->err, errno == ENOENT ? HX_EFORMAT : HX_EIO, "park: %.200s: %s",
-                       path, strerror(errno));
+    file_of(&j->name, SUFFIX, file);
+    if ((fd = openat(p->dir_fd, file, O_RDONLY | O_CLOEXEC | O_NOFOLLOW)) < 0)
+        return hx_fail(&j->err, errno == ENOENT ? HX_EFORMAT : HX_EIO,
+                       "park: %.200s/%s: %s", p->dir, file, strerror(errno));
     const file_kind kind = read_head(p, fd, &j->name, &h, &raw);
     rc = kind == FILE_OURS    ? read_content(p, fd, j, &h)
          : kind == FILE_OTHER ? HX_EIO
                               : HX_EFORMAT;
     close(fd);
     hx_free(raw);
-    if (rc == HX_EFORMAT) {
-        unlink(path);
-        hx_fail(&j->err, rc, "park: %.200s: corrupt, deleted", path);
-    } else if (rc != 0) {
-        hx_fail(&j->err, rc, "park: %.200s: cannot be read now (%s); it stays", path,
-                rc == HX_EIO ? "the disk refuses" : "no memory");
-    }
+    if (rc == HX_EFORMAT && p->held)
+        unlinkat(p->dir_fd, file, 0);
+    if (rc != 0)
+        hx_fail(&j->err, rc, "park: %.200s/%s: %s", p->dir, file,
+                rc == HX_EFORMAT ? "corrupt, not used"
+                : rc == HX_EIO   ? "cannot be read now (the disk refuses); it stays"
+                                 : "cannot be read now (no memory); it stays");
     return rc;
 }
 
-static void run_job(const hx_park *p, job *j)
+static void run_job(hx_park *p, job *j)
 {
-    char path[PATH_BYTES];
+    char file[FILE_BYTES];
 
-    path_of(p, &j->name, path);
+    file_of(&j->name, SUFFIX, file);
     switch (j->kind) {
     case JOB_WRITE:
         j->rc = run_write(p, j);
@@ -435,12 +568,225 @@ static void run_job(const hx_park *p, job *j)
         j->rc = run_read(p, j);
         break;
     case JOB_TOUCH:
-        utimensat(AT_FDCWD, path, NULL, 0);
+        utimensat(p->dir_fd, file, NULL, AT_SYMLINK_NOFOLLOW);
         break;
     case JOB_DELETE:
-        unlink(path);
+        if (unlinkat(p->dir_fd, file, 0) != 0 && errno != ENOENT)
+            hx_log(HX_LOG_WARN, "park: %.200s/%s: cannot be deleted: %s", p->dir, file,
+                   strerror(errno));
+        break;
+    case JOB_LOOK: /* the thread makes those itself */
         break;
     }
+}
+
+/* ---- scan --------------------------------------------------------------- */
+
+/* Where name stands or would stand in the index. */
+static int64_t place_of(const listing *l, const hx_park_name *name)
+{
+    int64_t lo = 0, hi = l->n_file;
+
+    while (lo < hi) {
+        const int64_t mid = (lo + hi) / 2;
+
+        if (memcmp(l->file[mid].name.b, name->b, sizeof name->b) < 0)
+            lo = mid + 1;
+        else
+            hi = mid;
+    }
+    return lo;
+}
+
+static entry *entry_of(const listing *l, const hx_park_name *name)
+{
+    const int64_t i = place_of(l, name);
+
+    return i < l->n_file && memcmp(l->file[i].name.b, name->b, sizeof name->b) == 0
+               ? &l->file[i]
+               : NULL;
+}
+
+static bool insert_entry(listing *l, int64_t at, const entry *e)
+{
+    if (l->n_file == l->cap_file) {
+        const int64_t cap = HX_MAX(64, 2 * l->cap_file);
+        entry *more = hx_realloc(l->file, (size_t)cap * sizeof *more);
+
+        if (more == NULL)
+            return false;
+        l->file = more;
+        l->cap_file = cap;
+    }
+    memmove(l->file + at + 1, l->file + at, (size_t)(l->n_file - at) * sizeof *e);
+    l->file[at] = *e;
+    l->n_file++;
+    l->bytes += e->bytes;
+    return true;
+}
+
+/* The name in 64 hex digits and a suffix. */
+static bool name_from(const char *file, const char *suffix, hx_park_name *out)
+{
+    static const char digit[] = "0123456789abcdef";
+
+    if (strlen(file) < 64 || strcmp(file + 64, suffix) != 0)
+        return false;
+    for (int i = 0; i < 32; i++) {
+        const char *hi = strchr(digit, file[2 * i]), *lo = strchr(digit, file[2 * i + 1]);
+
+        if (hi == NULL || lo == NULL || *hi == '\0' || *lo == '\0')
+            return false;
+        out->b[i] = (uint8_t)((hi - digit) << 4 | (lo - digit));
+    }
+    return true;
+}
+
+static bool add_found(listing *l, const hx_park_head *h, uint8_t *raw)
+{
+    /* Grows by doubling: the capacity is the next power of two. */
+    if ((l->n_found & (l->n_found - 1)) == 0) {
+        found *more =
+            hx_realloc(l->found, (size_t)HX_MAX(1, 2 * l->n_found) * sizeof *more);
+
+        if (more == NULL)
+            return false;
+        l->found = more;
+    }
+    l->found[l->n_found++] = (found) { *h, (char *)raw };
+    return true;
+}
+
+typedef struct {
+    int64_t corrupt, foreign;
+} scan_count;
+
+/* Only files are opened: a pipe of that name would never answer. */
+static int scan_file(const hx_park *p, const char *file, listing *l, scan_count *count,
+                     hx_err *err)
+{
+    hx_park_head h = { 0 };
+    uint8_t *raw = NULL;
+    entry e = { 0 };
+    file_kind kind = FILE_OTHER;
+    struct stat st;
+    int fd;
+
+    if (p->held && name_from(file, SUFFIX_TEMP, &e.name))
+        unlinkat(p->dir_fd, file, 0); /* of one that was killed */
+    if (!name_from(file, SUFFIX, &e.name) ||
+        fstatat(p->dir_fd, file, &st, AT_SYMLINK_NOFOLLOW) != 0 || !S_ISREG(st.st_mode))
+        return 0;
+    if ((fd = openat(p->dir_fd, file, O_RDONLY | O_CLOEXEC | O_NOFOLLOW)) >= 0) {
+        kind = read_head(p, fd, &e.name, &h, &raw);
+        close(fd);
+    }
+    if (kind == FILE_CORRUPT) {
+        count->corrupt++;
+        if (p->held)
+            unlinkat(p->dir_fd, file, 0);
+        return 0;
+    }
+    e.foreign = kind != FILE_OURS;
+    count->foreign += e.foreign;
+    e.bytes = (uint64_t)st.st_size;
+    e.used_s = st.st_mtime;
+    h.age_us = HX_MAX(0, now_s() - e.used_s) * 1000000;
+    if (insert_entry(l, l->n_file, &e) && (e.foreign || add_found(l, &h, raw)))
+        return 0;
+    hx_free(raw);
+    return hx_fail(err, HX_ENOMEM, "park: no memory for the files of %.200s", p->dir);
+}
+
+static int by_name(const void *a, const void *b)
+{
+    return memcmp(((const entry *)a)->name.b, ((const entry *)b)->name.b,
+                  sizeof(hx_park_name));
+}
+
+static int by_from(const void *a, const void *b)
+{
+    const hx_park_head *x = &((const found *)a)->head, *y = &((const found *)b)->head;
+
+    return (x->from > y->from) - (x->from < y->from);
+}
+
+static int scan(const hx_park *p, listing *l, hx_err *err)
+{
+    const int fd = openat(p->dir_fd, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    DIR *d = fd >= 0 ? fdopendir(fd) : NULL;
+    scan_count count = { 0 };
+    struct dirent *f;
+    int rc = 0;
+
+    if (d == NULL) {
+        rc = hx_fail(err, HX_EIO, "park: %.200s: %s", p->dir, strerror(errno));
+        if (fd >= 0)
+            close(fd);
+        return rc;
+    }
+    while (rc == 0 && (f = readdir(d)) != NULL)
+        rc = scan_file(p, f->d_name, l, &count, err);
+    closedir(d);
+    if (p->held && (count.corrupt > 0 || count.foreign > 0))
+        hx_log(
+            HX_LOG_WARN,
+            "park: %.200s: %lld corrupt files deleted, %lld of other models or builds, "
+            "or unreadable, skipped",
+            p->dir, (long long)count.corrupt, (long long)count.foreign);
+    if (l->n_file > 0)
+        qsort(l->file, (size_t)l->n_file, sizeof *l->file, by_name);
+    if (l->n_found > 0)
+        qsort(l->found, (size_t)l->n_found, sizeof *l->found, by_from);
+    for (int64_t i = 0; i < l->n_found; i++)
+        entry_of(l, &l->found[i].head.name)->found = i;
+    l->ours = p->held;
+    return rc;
+}
+
+/* The folder as it is now. NULL: as it was, or it cannot be told. */
+static job *look(hx_park *p)
+{
+    const int64_t start = hx_now_us();
+    job *j = NULL;
+    struct stat st;
+
+    if (take_folder(p, NULL) == 0 && fstat(p->dir_fd, &st) == 0 &&
+        (p->held || memcmp(&st.st_mtim, &p->changed, sizeof p->changed) != 0) &&
+        (j = job_new(JOB_LOOK, NULL)) != NULL && scan(p, &j->list, NULL) != 0) {
+        job_free(j);
+        j = NULL;
+    }
+    if (j != NULL)
+        p->changed = st.st_mtim;
+    else
+        p->held = false; /* until somebody is told of it, with what is there */
+    p->look_us = hx_now_us() + HX_MAX(LOOK_US, LOOK_PART * (hx_now_us() - start));
+    return j;
+}
+
+/* Under lock: the next job, which may be a look; NULL: it is the end. */
+static job *next_job(hx_park *p)
+{
+    job *j;
+
+    while ((j = p->todo) == NULL && !p->closing) {
+        const struct timespec until = { p->look_us / 1000000,
+                                        p->look_us % 1000000 * 1000 };
+
+        if (p->held) {
+            pthread_cond_wait(&p->work, &p->lock);
+        } else if (pthread_cond_timedwait(&p->work, &p->lock, &until) == ETIMEDOUT) {
+            pthread_mutex_unlock(&p->lock);
+            j = look(p);
+            pthread_mutex_lock(&p->lock);
+            if (j != NULL)
+                return j;
+        }
+    }
+    if (j != NULL && (p->todo = j->next) == NULL)
+        p->todo_last = NULL;
+    return j;
 }
 
 static void *park_run(void *ud)
@@ -449,17 +795,10 @@ static void *park_run(void *ud)
     job *j;
 
     pthread_mutex_lock(&p->lock);
-    for (;;) {
-        while (p->todo == NULL && !p->closing)
-            pthread_cond_wait(&p->work, &p->lock);
-        if ((j = p->todo) == NULL)
-            break;
-        p->todo = j->next;
-        if (p->todo == NULL)
-            p->todo_last = NULL;
+    while ((j = next_job(p)) != NULL) {
         pthread_mutex_unlock(&p->lock);
         run_job(p, j);
-        const bool answer = j->kind == JOB_WRITE || j->kind == JOB_READ;
+        const bool answer = j->kind <= JOB_LOOK;
         if (!answer)
             job_free(j);
         pthread_mutex_lock(&p->lock);
@@ -494,113 +833,65 @@ static void queue(hx_park *p, job *j)
 
 /* ---- index ------------------------------------------------------------- */
 
-static entry *entry_of(hx_park *p, const hx_park_name *name)
-{
-    for (int64_t i = 0; i < p->n_file; i++)
-        if (memcmp(p->file[i].name.b, name->b, 32) == 0)
-            return &p->file[i];
-    return NULL;
-}
-
-static bool add_entry(hx_park *p, const entry *e)
-{
-    entry *old = entry_of(p, &e->name);
-
-    if (old != NULL) {
-        old->foreign = e->foreign;
-        return true;
-    }
-    if (p->n_file == p->cap_file) {
-        const int64_t cap = HX_MAX(64, 2 * p->cap_file);
-        entry *more = hx_realloc(p->file, (size_t)cap * sizeof *more);
-
-        if (more == NULL)
-            return false;
-        p->file = more;
-        p->cap_file = cap;
-    }
-    p->file[p->n_file++] = *e;
-    p->bytes += e->bytes;
-    hx_count(HX_C_park_disk_bytes, (int64_t)e->bytes);
-    return true;
-}
-
 static void drop_entry(hx_park *p, entry *e)
 {
-    p->bytes -= e->bytes;
+    listing *l = &p->list;
+
+    l->bytes -= e->bytes;
     hx_count(HX_C_park_disk_bytes, -(int64_t)e->bytes);
-    *e = p->file[--p->n_file];
+    l->n_file--;
+    memmove(e, e + 1, (size_t)(l->file + l->n_file - e) * sizeof *e);
+}
+
+bool hx_park_is_ours(const hx_park *p)
+{
+    return p->list.ours;
 }
 
 uint64_t hx_park_bytes(const hx_park *p)
 {
-    return p->bytes;
+    return p->list.bytes;
 }
 
 bool hx_park_fits_disk(const hx_park *p, uint64_t bytes)
 {
-    return p->bytes + p->queued_bytes + bytes <= p->opt.disk_bytes;
+    return p->list.bytes + p->queued_bytes + bytes <= p->opt.disk_bytes;
 }
 
-/* Bytes written in hour h (of the epoch) count for 24 hours. */
-static void count_written(hx_park *p, int64_t h, uint64_t bytes)
+bool hx_park_fits_day(hx_park *p, uint64_t bytes)
 {
-    if (h > p->hour_now - DAY_HOURS && h <= p->hour_now)
-        p->hour[h % (DAY_HOURS + 1)] += bytes;
-}
+    uint64_t sum = p->queued_bytes + bytes;
 
-static void move_hour(hx_park *p)
-{
-    const int64_t h = now_s() / 3600;
-
-    for (; p->hour_now < h; p->hour_now++) {
-        if (h - p->hour_now > DAY_HOURS + 1) {
-            p->hour_now = h - DAY_HOURS - 2;
-            continue;
-        }
-        p->hour[(p->hour_now + 1) % (DAY_HOURS + 1)] = 0;
-    }
-}
-
-bool hx_park_fits_day(const hx_park *p, uint64_t bytes)
-{
-    const int64_t h = now_s() / 3600;
-    uint64_t sum = p->queued_bytes;
-
-    for (int64_t i = HX_MAX(0, h - DAY_HOURS); i <= HX_MIN(h, p->hour_now); i++)
-        sum += p->hour[i % (DAY_HOURS + 1)];
-    return sum + bytes <= p->opt.day_bytes;
+    pthread_mutex_lock(&p->lock);
+    sum += p->day == now_s() / DAY_S ? p->day_bytes : 0;
+    pthread_mutex_unlock(&p->lock);
+    return sum <= p->opt.day_bytes;
 }
 
 bool hx_park_drop_foreign(hx_park *p)
 {
-    entry *old = NULL;
-    char path[PATH_BYTES];
+    const entry *old = NULL;
+    hx_park_name name;
 
-    for (int64_t i = 0; i < p->n_file; i++)
-        if (p->file[i].foreign && (old == NULL || p->file[i].used_s < old->used_s))
-            old = &p->file[i];
+    for (const entry *e = p->list.file; e < p->list.file + p->list.n_file; e++)
+        if (e->foreign && (old == NULL || e->used_s < old->used_s))
+            old = e;
     if (old == NULL)
         return false;
-    path_of(p, &old->name, path);
-    unlink(path);
-    drop_entry(p, old);
+    name = old->name; /* the entry goes */
+    hx_park_delete(p, &name);
     return true;
 }
 
-/* ---- calls -------------------------------------------------------------- */
-
-static job *job_new(job_kind kind, const hx_park_name *name)
+void hx_park_disown(hx_park *p, const hx_park_name *name)
 {
-    job *j = hx_new(job, 1);
+    entry *e = entry_of(&p->list, name);
 
-    if (j != NULL) {
-        j->kind = kind;
-        if (name != NULL)
-            j->name = *name;
-    }
-    return j;
+    if (e != NULL)
+        e->foreign = true;
 }
+
+/* ---- calls -------------------------------------------------------------- */
 
 bool hx_park_write(hx_park *p, const hx_park_head *h, hx_blob *const *page,
                    hx_blob *state, void *ud)
@@ -653,7 +944,7 @@ bool hx_park_read(hx_park *p, const hx_park_name *name, bool state,
 void hx_park_touch(hx_park *p, const hx_park_name *name)
 {
     job *j = job_new(JOB_TOUCH, name);
-    entry *e = entry_of(p, name);
+    entry *e = entry_of(&p->list, name);
 
     if (e != NULL)
         e->used_s = now_s();
@@ -663,8 +954,8 @@ void hx_park_touch(hx_park *p, const hx_park_name *name)
 
 void hx_park_delete(hx_park *p, const hx_park_name *name)
 {
-    job *j = job_new(JOB_DELETE, name);
-    entry *e = entry_of(p, name);
+    job *j = p->list.ours ? job_new(JOB_DELETE, name) : NULL;
+    entry *e = entry_of(&p->list, name);
 
     if (e != NULL)
         drop_entry(p, e);
@@ -672,27 +963,42 @@ void hx_park_delete(hx_park *p, const hx_park_name *name)
         queue(p, j);
 }
 
-/* A finished job enters the index. */
-static void account(hx_park *p, const job *j)
+static void account_write(hx_park *p, const job *j)
 {
-    entry e = { .name = j->name, .bytes = j->bytes, .used_s = now_s() };
-    entry *old;
+    const entry e = {
+        .name = j->name, .bytes = j->bytes, .used_s = now_s(), .found = -1
+    };
+    entry *old = entry_of(&p->list, &j->name);
 
-    p->in_flight--;
-    if (j->kind == JOB_WRITE) {
-        p->queued_bytes -= j->bytes;
-        move_hour(p);
-        count_written(p, p->hour_now, j->bytes); /* a failed one has worn the disk too */
-        if (j->rc == 0) {
-            hx_count(HX_C_park_written_bytes_total, (int64_t)j->bytes);
-            add_entry(p, &e);
-        }
-    } else if (j->rc != 0 && (old = entry_of(p, &j->name)) != NULL) {
-        if (j->rc == HX_EFORMAT)
-            drop_entry(p, old);
-        else
-            old->foreign = true; /* nobody here knows it any more; the next run may */
+    p->queued_bytes -= j->bytes;
+    if (j->rc != 0)
+        return;
+    hx_count(HX_C_park_written_bytes_total, (int64_t)j->bytes);
+    if (old != NULL)
+        *old = e;
+    else if (insert_entry(&p->list, place_of(&p->list, &j->name), &e))
+        hx_count(HX_C_park_disk_bytes, (int64_t)j->bytes);
+}
+
+/* A finished job enters the index. */
+static void account(hx_park *p, job *j)
+{
+    const listing old = p->list;
+    entry *e;
+
+    if (j->kind == JOB_LOOK) {
+        hx_count(HX_C_park_disk_bytes, (int64_t)(j->list.bytes - old.bytes));
+        p->list = j->list;
+        j->list = old;
+        return;
     }
+    p->in_flight--;
+    if (j->kind == JOB_WRITE)
+        account_write(p, j);
+    else if (j->rc == HX_EFORMAT && (e = entry_of(&p->list, &j->name)) != NULL)
+        drop_entry(p, e);
+    else if (j->rc != 0) /* nobody here knows it any more; the next run may */
+        hx_park_disown(p, &j->name);
 }
 
 bool hx_park_poll(hx_park *p, hx_park_done *out, bool wait)
@@ -708,7 +1014,7 @@ bool hx_park_poll(hx_park *p, hx_park_done *out, bool wait)
     if (j == NULL)
         return false;
     account(p, j);
-    *out = (hx_park_done) { .kind = j->kind == JOB_WRITE ? HX_PARK_WRITE : HX_PARK_READ,
+    *out = (hx_park_done) { .kind = (hx_park_kind)j->kind,
                             .rc = j->rc,
                             .ud = j->ud,
                             .name = j->name,
@@ -724,134 +1030,32 @@ bool hx_park_poll(hx_park *p, hx_park_done *out, bool wait)
     return true;
 }
 
-/* ---- scan --------------------------------------------------------------- */
-
-/* The name in "<64 hex>.park". */
-static bool name_from(const char *file, hx_park_name *out)
-{
-    static const char digit[] = "0123456789abcdef";
-
-    if (strlen(file) != 64 + sizeof SUFFIX - 1 || strcmp(file + 64, SUFFIX) != 0)
-        return false;
-    for (int i = 0; i < 32; i++) {
-        const char *hi = strchr(digit, file[2 * i]), *lo = strchr(digit, file[2 * i + 1]);
-
-        if (hi == NULL || lo == NULL || *hi == '\0' || *lo == '\0')
-            return false;
-        out->b[i] = (uint8_t)((hi - digit) << 4 | (lo - digit));
-    }
-    return true;
-}
-
-static void drop_leftover(const char *path)
-{
-    const int fd = open(path, O_RDWR | O_CLOEXEC);
-
-    if (fd < 0)
-        return;
-    if (flock(fd, LOCK_EX | LOCK_NB) == 0)
-        unlink(path);
-    close(fd);
-}
-
-static bool add_found(hx_park *p, const hx_park_head *h, uint8_t *raw)
-{
-    /* Grows by doubling: the capacity is the next power of two. */
-    if ((p->n_found & (p->n_found - 1)) == 0) {
-        found *more =
-            hx_realloc(p->found, (size_t)HX_MAX(1, 2 * p->n_found) * sizeof *more);
-
-        if (more == NULL)
-            return false;
-        p->found = more;
-    }
-    p->found[p->n_found++] = (found) { *h, (char *)raw };
-    return true;
-}
-
-typedef struct {
-    int64_t corrupt, foreign;
-} scan_count;
-
-static int scan_file(hx_park *p, const char *file, scan_count *count, hx_err *err)
-{
-    char path[PATH_BYTES];
-    hx_park_head h = { 0 };
-    uint8_t *raw;
-    struct stat st;
-    entry e = { 0 };
-    int fd;
-
-    snprintf(path, sizeof path, "%s/%.100s", p->dir, file);
-    if (strncmp(file, TEMP_PREFIX, sizeof TEMP_PREFIX - 1) == 0)
-        drop_leftover(path);
-    if (!name_from(file, &e.name) || (fd = open(path, O_RDONLY | O_CLOEXEC)) < 0)
-        return 0;
-    const file_kind kind =
-        fstat(fd, &st) == 0 ? read_head(p, fd, &e.name, &h, &raw) : FILE_OTHER;
-    close(fd);
-    if (kind == FILE_OTHER)
-        return 0;
-    if (kind == FILE_CORRUPT) {
-        count->corrupt++;
-        unlink(path);
-        return 0;
-    }
-    count->foreign += e.foreign = kind == FILE_FOREIGN;
-    e.bytes = (uint64_t)st.st_size;
-    e.used_s = st.st_mtime;
-    h.age_us = HX_MAX(0, now_s() - e.used_s) * 1000000;
-    count_written(p, st.st_mtime / 3600, e.bytes);
-    if (add_entry(p, &e) && (kind == FILE_FOREIGN || add_found(p, &h, raw)))
-        return 0;
-    hx_free(raw);
-    return hx_fail(err, HX_ENOMEM, "park: no memory for the files of %.200s", p->dir);
-}
-
-static int by_from(const void *a, const void *b)
-{
-    const hx_park_head *x = &((const found *)a)->head, *y = &((const found *)b)->head;
-
-    return (x->from > y->from) - (x->from < y->from);
-}
-
-static int scan(hx_park *p, hx_err *err)
-{
-    DIR *d = opendir(p->dir);
-    scan_count count = { 0 };
-    struct dirent *f;
-    int rc = 0;
-
-    if (d == NULL)
-        return hx_fail(err, HX_EIO, "park: %.200s: %s", p->dir, strerror(errno));
-    while (rc == 0 && (f = readdir(d)) != NULL)
-        rc = scan_file(p, f->d_name, &count, err);
-    closedir(d);
-    if (count.corrupt > 0 || count.foreign > 0)
-        hx_log(HX_LOG_WARN,
-               "park: %.200s: %lld corrupt files deleted, %lld of other models or builds "
-               "skipped",
-               p->dir, (long long)count.corrupt, (long long)count.foreign);
-    if (access(p->dir, W_OK | X_OK) != 0)
-        hx_log(HX_LOG_WARN, "park: %.200s: %s; what is there is read, nothing is added",
-               p->dir, strerror(errno));
-    if (p->n_found > 0)
-        qsort(p->found, (size_t)p->n_found, sizeof *p->found, by_from);
-    return rc;
-}
+/* ---- what was found ------------------------------------------------------ */
 
 const hx_park_head *hx_park_found(const hx_park *p, int64_t i)
 {
-    return i < p->n_found ? &p->found[i].head : NULL;
+    return i < p->list.n_found ? &p->list.found[i].head : NULL;
+}
+
+int64_t hx_park_n_found(const hx_park *p)
+{
+    return p->list.n_found;
+}
+
+int64_t hx_park_find(const hx_park *p, const hx_park_name *name)
+{
+    const entry *e = entry_of(&p->list, name);
+
+    return e == NULL ? HX_PARK_NONE : e->foreign ? HX_PARK_UNUSED : e->found;
 }
 
 void hx_park_found_end(hx_park *p)
 {
-    for (int64_t i = 0; i < p->n_found; i++)
-        hx_free(p->found[i].raw);
-    hx_free(p->found);
-    p->found = NULL;
-    p->n_found = 0;
+    for (int64_t i = 0; i < p->list.n_found; i++)
+        hx_free(p->list.found[i].raw);
+    hx_free(p->list.found);
+    p->list.found = NULL;
+    p->list.n_found = 0;
 }
 
 /* ---- open and close ----------------------------------------------------- */
@@ -859,29 +1063,29 @@ void hx_park_found_end(hx_park *p)
 int hx_park_open(hx_park **out, const hx_park_opt *opt, hx_err *err)
 {
     hx_park *p = hx_new(hx_park, 1);
+    pthread_condattr_t clock;
     int rc;
 
     *out = NULL;
     if (p == NULL)
         return hx_fail(err, HX_ENOMEM, "park: no memory");
     pthread_mutex_init(&p->lock, NULL);
-    pthread_cond_init(&p->work, NULL);
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_cond_init(&p->work, &clock);
+    pthread_condattr_destroy(&clock);
     pthread_cond_init(&p->ready, NULL);
     p->opt = *opt;
     p->sys = opt->sys != NULL ? *opt->sys : plain;
-    p->hour_now = now_s() / 3600;
-    p->dir_fd = -1;
+    p->dir_fd = p->lock_fd = -1;
     if ((size_t)snprintf(p->dir, sizeof p->dir, "%s", opt->dir) >= sizeof p->dir) {
         rc = hx_fail(err, HX_EARG, "park: folder name too long");
         goto fail;
     }
-    if ((mkdir(p->dir, 0700) != 0 && errno != EEXIST) ||
-        (p->dir_fd = open(p->dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC)) < 0) {
-        rc = hx_fail(err, HX_EIO, "park: %.200s: %s", p->dir, strerror(errno));
+    if ((rc = take_folder(p, err)) != 0 || (rc = scan(p, &p->list, err)) != 0)
         goto fail;
-    }
-    if ((rc = scan(p, err)) != 0)
-        goto fail;
+    hx_count(HX_C_park_disk_bytes, (int64_t)p->list.bytes);
+    p->look_us = hx_now_us() + LOOK_US;
     if (pthread_create(&p->thread, NULL, park_run, p) != 0) {
         rc = hx_fail(err, HX_EIO, "park: the system refuses another thread");
         goto fail;
@@ -913,11 +1117,9 @@ void hx_park_close(hx_park *p)
         hx_free(d.page);
         hx_blob_unref(d.state);
     }
-    hx_count(HX_C_park_disk_bytes, -(int64_t)p->bytes);
-    hx_park_found_end(p);
-    if (p->dir_fd >= 0)
-        close(p->dir_fd);
-    hx_free(p->file);
+    hx_count(HX_C_park_disk_bytes, -(int64_t)p->list.bytes);
+    list_free(&p->list);
+    close_folder(p);
     pthread_mutex_destroy(&p->lock);
     pthread_cond_destroy(&p->work);
     pthread_cond_destroy(&p->ready);

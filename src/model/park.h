@@ -12,7 +12,8 @@
  *   pages   [n_page][page_bytes]
  *   state   [state_bytes]
  *
- * All little-endian. A file appears under its name only when all of it is on disk.
+ * All little-endian. A file appears under its name only when all of it is on disk. The
+ * process that has the folder's lock writes and deletes; others read until that ends.
  * Thread: the engine's; the files are read and written by a thread of park.c. */
 #ifndef HX_PARK_H
 #define HX_PARK_H
@@ -26,7 +27,8 @@ typedef struct {
     int64_t (*read)(int fd, void *p, size_t n, int64_t at);
     int64_t (*write)(int fd, const void *p, size_t n);
     int (*sync)(int fd);
-    int (*rename)(const char *from, const char *to);
+    int (*rename)(int dir, const char *from, const char *to);
+    int (*lock)(int fd);
 } hx_park_sys;
 
 typedef struct {
@@ -55,20 +57,30 @@ typedef struct {
 int hx_park_identify(uint8_t out[32], const char *model_dir, const char *text,
                      hx_err *err);
 
-/* Scans the folder: corrupt files of ours and leftovers go, others are left alone; one log
- * line says how many. Errors: HX_EIO, HX_ENOMEM. */
+/* Looks through the folder: corrupt files of ours and leftovers go, others are left alone;
+ * one log line says how many. Errors: HX_EIO, HX_ENOMEM. */
 int hx_park_open(hx_park **out, const hx_park_opt *opt, hx_err *err);
 void hx_park_close(hx_park *p); /* ends what is queued first. NULL is fine */
+/* False: another process writes there, or this one may not; do not write. What is deleted is
+ * only forgotten then. */
+bool hx_park_is_ours(const hx_park *p);
 
-/* What the scan found, those before others first; until hx_park_found_end(). */
+/* What a look found, those before others first; until hx_park_found_end(). */
+int64_t hx_park_n_found(const hx_park *p);
 const hx_park_head *hx_park_found(const hx_park *p, int64_t i); /* NULL: no more */
+/* Its i, or below 0: there is no such file, or it is there and cannot be used now. */
+enum { HX_PARK_NONE = -1, HX_PARK_UNUSED = -2 };
+int64_t hx_park_find(const hx_park *p, const hx_park_name *name);
 void hx_park_found_end(hx_park *p);
+/* Of no use to this run, but it stays: the first to go when room is needed. */
+void hx_park_disown(hx_park *p, const hx_park_name *name);
 
-typedef enum { HX_PARK_WRITE, HX_PARK_READ } hx_park_kind;
+/* A look comes by itself when another process has written, or no longer does. */
+typedef enum { HX_PARK_WRITE, HX_PARK_READ, HX_PARK_LOOK } hx_park_kind;
 
 typedef struct {
     hx_park_kind kind;
-    int rc; /* HX_EFORMAT: the file is corrupt and gone */
+    int rc; /* of a read, HX_EFORMAT: the file is corrupt or gone */
     void *ud;
     hx_park_name name;
     /* of a read: the caller takes the references */
@@ -79,9 +91,9 @@ typedef struct {
 } hx_park_done;
 
 /* Will a file of so many bytes fit the cap and today's budget? */
-bool hx_park_fits_day(const hx_park *p, uint64_t bytes);
+bool hx_park_fits_day(hx_park *p, uint64_t bytes);
 bool hx_park_fits_disk(const hx_park *p, uint64_t bytes);
-/* Deletes the oldest file of another model or build; false: there is none. */
+/* Deletes the oldest file of another model or build, or of no use; false: there is none. */
 bool hx_park_drop_foreign(hx_park *p);
 uint64_t hx_park_bytes(const hx_park *p); /* on disk now */
 uint64_t hx_park_file_bytes(const hx_park *p, const hx_park_head *h);
@@ -95,7 +107,7 @@ bool hx_park_read(hx_park *p, const hx_park_name *name, bool state,
                   _Atomic int64_t *total, void *ud);
 void hx_park_touch(hx_park *p, const hx_park_name *name); /* it was used now */
 void hx_park_delete(hx_park *p, const hx_park_name *name);
-/* A finished write or read. wait: until there is one, if any is queued. */
+/* A finished write or read, or a look. wait: until there is one, if any is queued. */
 bool hx_park_poll(hx_park *p, hx_park_done *out, bool wait);
 
 #endif

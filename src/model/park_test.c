@@ -39,11 +39,29 @@ static int empty_folder(void)
     return n;
 }
 
+/* What a folder's first user meets: neither files nor a lock. */
+static void clear_folder(void)
+{
+    char path[PATH_BYTES];
+
+    empty_folder();
+    snprintf(path, sizeof path, "%s/" LOCK_FILE, folder);
+    unlink(path);
+}
+
 static int remove_folder(void **state)
 {
     (void)state;
-    empty_folder();
+    clear_folder();
     return rmdir(folder);
+}
+
+static void path_of(const hx_park_name *name, char out[PATH_BYTES])
+{
+    char file[FILE_BYTES];
+
+    file_of(name, SUFFIX, file);
+    snprintf(out, PATH_BYTES, "%s/%s", folder, file);
 }
 
 static hx_park *open_with(uint8_t identity, uint64_t disk, uint64_t day,
@@ -99,13 +117,21 @@ static void queue_file(hx_park *p, uint64_t seed, int64_t from, int64_t n,
     assert_true(hx_park_write(p, &h, page, blob_of(seed, STATE), NULL));
 }
 
+/* The answer to what was queued; a look may come before it. */
+static void poll_answer(hx_park *p, hx_park_done *d)
+{
+    do
+        assert_true(hx_park_poll(p, d, true));
+    while (d->kind == HX_PARK_LOOK);
+}
+
 static int write_one(hx_park *p, uint64_t seed, int64_t from, int64_t n,
                      const hx_park_name *parent, hx_park_name *name)
 {
     hx_park_done d;
 
     queue_file(p, seed, from, n, parent);
-    assert_true(hx_park_poll(p, &d, true));
+    poll_answer(p, &d);
     assert_int_equal(d.kind, HX_PARK_WRITE);
     if (name != NULL)
         *name = d.name;
@@ -118,7 +144,7 @@ static int check_file(hx_park *p, const hx_park_name *name, uint64_t seed, int64
     hx_park_done d;
 
     assert_true(hx_park_read(p, name, true, NULL, NULL));
-    assert_true(hx_park_poll(p, &d, true));
+    poll_answer(p, &d);
     if (d.rc != 0)
         return d.rc;
     assert_int_equal(d.n_page, n_page);
@@ -173,7 +199,7 @@ static void test_round_trip(void **state)
     hx_park_found_end(p);
     assert_int_equal(check_file(p, &b, 2, 2), 0);
     /* The name is the digest of the head, as the format says. */
-    path_of(p, &a, path);
+    path_of(&a, path);
     assert_int_equal(hx_file_read(path, 1u << 20, (char **)&raw, &n, NULL), 0);
     assert_int_equal(n, 256 + 3 * 8 + 192 * 4 + 4 * 16 + 3 * PAGE_BYTES + STATE);
     assert_true(sha256(raw, 256 + 3 * 8 + 192 * 4 + 4 * 16, sum));
@@ -199,7 +225,7 @@ static void test_corrupt(void **state)
 
         assert_int_equal(write_one(p, 1, 0, 128, NULL, &a), 0);
         assert_int_equal(write_one(p, 2, 0, 70, NULL, &b), 0);
-        path_of(p, &a, path);
+        path_of(&a, path);
         hx_park_close(p);
         const int fd = open(path, O_RDWR);
         assert_int_equal(fstat(fd, &st), 0);
@@ -227,37 +253,51 @@ static void test_corrupt(void **state)
         } else if (hx_file_exists(path)) {
             assert_true(hx_park_drop_foreign(p));
         }
-        assert_false(hx_file_exists(path));
         assert_int_equal(check_file(p, &b, 2, 2), 0);
+        assert_false(hx_file_exists(path)); /* what was queued before is done */
         hx_park_close(p);
         empty_folder();
     }
 }
 
-/* Files that are not ours stay; those of another model are skipped, and go first when room
- * is needed; leftovers of a dead writer go, those of a living one do not. */
+/* Files that are not ours stay, and what only has such a name; those of another model are
+ * skipped, and go first when room is needed; leftovers go. */
 static void test_other_files(void **state)
 {
-    static const char *const names[] = { "notes.txt", "abc.park", "writing-dead",
-                                         "writing-alive" };
-    char path[PATH_BYTES];
+    static const char hex[] =
+        "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
+    char left[FILE_BYTES];
+    const char *const names[] = { "notes.txt", "abc.park", left, "abc.part", hex };
+    char path[PATH_BYTES], to[PATH_BYTES];
+    hx_park_name a, pipe = { "p" }, link = { "l" }, dir = { "d" };
     hx_park *p;
     int fd = -1;
 
     (void)state;
+    snprintf(left, sizeof left, "%s.part", hex);
     for (size_t i = 0; i < HX_LEN(names); i++) {
         snprintf(path, sizeof path, "%s/%s", folder, names[i]);
         fd = open(path, O_WRONLY | O_CREAT, 0600);
         assert_int_equal(write(fd, "hello", 5), 5);
-        if (i + 1 < HX_LEN(names))
-            close(fd);
+        close(fd);
     }
-    assert_int_equal(flock(fd, LOCK_EX), 0);
     p = open_with(2, 1u << 30, 1u << 30, NULL);
-    assert_int_equal(write_one(p, 1, 0, 64, NULL, NULL), 0);
+    assert_int_equal(write_one(p, 1, 0, 64, NULL, &a), 0);
     hx_park_close(p);
+    /* A pipe that nobody writes to, a link to a good file, a folder. */
+    path_of(&pipe, path);
+    assert_int_equal(mkfifo(path, 0600), 0);
+    path_of(&a, to);
+    path_of(&link, path);
+    assert_int_equal(symlink(to, path), 0);
+    path_of(&dir, path);
+    assert_int_equal(mkdir(path, 0700), 0);
+    alarm(30);
     p = open_plain();
+    alarm(0);
     assert_int_equal(count_found(p), 0);
+    assert_int_equal(check_file(p, &link, 1, 1), HX_EIO);
+    assert_int_equal(rmdir(path), 0);
     assert_true(hx_park_bytes(p) > PAGE_BYTES);
     assert_true(hx_park_drop_foreign(p));
     assert_false(hx_park_drop_foreign(p));
@@ -267,8 +307,7 @@ static void test_other_files(void **state)
         snprintf(path, sizeof path, "%s/%s", folder, names[i]);
         assert_int_equal(hx_file_exists(path), i != 2);
     }
-    close(fd);
-    assert_int_equal(empty_folder(), 3);
+    assert_int_equal(empty_folder(), 6);
 }
 
 /* ---- a disk that fails ------------------------------------------------------ */
@@ -308,16 +347,17 @@ static int bad_sync(int fd)
     return 0;
 }
 
-static int bad_rename(const char *from, const char *to)
+static int bad_rename(int dir, const char *from, const char *to)
 {
     if (fails()) {
         errno = EIO;
         return -1;
     }
-    return rename(from, to);
+    return renameat(dir, from, dir, to);
 }
 
-static const hx_park_sys bad_sys = { bad_read, bad_write, bad_sync, bad_rename };
+static const hx_park_sys bad_sys = { bad_read, bad_write, bad_sync, bad_rename,
+                                     sys_lock };
 
 /* Short writes lose nothing; whichever call fails, the write says so and leaves no file. */
 static void test_failing_disk(void **state)
@@ -339,9 +379,50 @@ static void test_failing_disk(void **state)
     fail_in = -1;
     printf("%lld calls, each failed once\n", (long long)k);
     assert_true(k > 10);
+    /* Nor does it take the same content that lies there already. */
+    fail_in = 0;
+    assert_int_equal(write_one(p, 3, 0, 128, NULL, &a), HX_EIO);
+    fail_in = -1;
     assert_int_equal(check_file(p, &a, 3, 2), 0);
     hx_park_close(p);
     empty_folder();
+}
+
+static int no_sync_of_folders(int fd)
+{
+    struct stat st;
+
+    errno = EINVAL;
+    return fstat(fd, &st) == 0 && S_ISDIR(st.st_mode) ? -1 : 0;
+}
+
+static int lock_error;
+
+static int bad_lock(int fd)
+{
+    (void)fd;
+    errno = lock_error;
+    return -1;
+}
+
+/* File systems that cannot sync a folder, or have no locks, can hold files all the same; a
+ * call that was interrupted says nothing about locks. */
+static void test_poor_file_system(void **state)
+{
+    hx_park_sys poor = plain;
+    hx_park_name a;
+
+    (void)state;
+    poor.sync = no_sync_of_folders;
+    poor.lock = bad_lock;
+    for (int i = 0; i < 2; i++) {
+        lock_error = i == 0 ? ENOLCK : EINTR;
+        hx_park *p = open_with(1, 1u << 30, 1u << 30, &poor);
+        assert_int_equal(hx_park_is_ours(p), i == 0);
+        assert_int_equal(write_one(p, 3, 0, 128, NULL, &a), i == 0 ? 0 : HX_EIO);
+        assert_int_equal(empty_folder(), i == 0);
+        hx_park_close(p);
+    }
 }
 
 static int64_t files_left(void)
@@ -427,6 +508,9 @@ static void test_budgets(void **state)
     hx_park_name a;
 
     (void)state;
+    hx_park_close(p);
+    clear_folder();
+    p = open_with(1, 30000, 50000, NULL);
     assert_true(bytes > 2 * PAGE_BYTES && bytes < 2 * PAGE_BYTES + 3000);
     for (int i = 0; i < 4; i++) { /* written and deleted: the day counts all of them */
         assert_true(hx_park_fits_day(p, bytes));
@@ -440,10 +524,24 @@ static void test_budgets(void **state)
     }
     assert_false(hx_park_fits_day(p, bytes));
     hx_park_close(p);
-    p = open_with(1, 30000, 50000, NULL); /* what is there was written today */
-    assert_true(hx_park_fits_day(p, 2 * bytes));
-    assert_false(hx_park_fits_day(p, 50000));
+    p = open_with(1, 30000, 50000, NULL);
+    assert_false(hx_park_fits_day(p, bytes)); /* and so does the next run */
+    assert_true(hx_park_fits_day(p, 50000 - 4 * bytes));
     hx_park_close(p);
+    /* Another day, whichever way the clock went, and a file of nonsense begin anew. */
+    for (int i = 0; i < 3; i++) {
+        char path[PATH_BYTES];
+
+        snprintf(path, sizeof path, "%s/" LOCK_FILE, folder);
+        FILE *f = fopen(path, "w");
+        fprintf(f, i == 2 ? "what" : "%lld 49999\n",
+                (long long)time(NULL) / 86400 + (i == 0 ? -1 : 1));
+        fclose(f);
+        p = open_with(1, 30000, 50000, NULL);
+        assert_true(hx_park_fits_day(p, 50000));
+        assert_false(hx_park_fits_day(p, 50001));
+        hx_park_close(p);
+    }
     empty_folder();
 }
 
@@ -520,6 +618,216 @@ static void test_kill(void **state)
     assert_true(told > 50);
 }
 
+/* ---- several processes ------------------------------------------------------- */
+
+/* Until a look comes. */
+static void wait_look(hx_park *p)
+{
+    hx_park_done d;
+
+    for (int i = 0; i < 2000; i++) {
+        if (hx_park_poll(p, &d, false)) {
+            assert_int_equal(d.kind, HX_PARK_LOOK);
+            return;
+        }
+        usleep(10000);
+    }
+    fail_msg("no look came");
+}
+
+static void put_file(const char *name, const char *text)
+{
+    char path[PATH_BYTES];
+
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    FILE *f = fopen(path, "w");
+    fputs(text, f);
+    fclose(f);
+}
+
+/* While another process has the folder, one sees what that writes and deletes, and changes
+ * nothing; once it is killed, the folder is this one's, what the day has had included. */
+static void test_second(void **state)
+{
+    const hx_park_name broken = { "b" };
+    char c, name[FILE_BYTES];
+    hx_park_name a;
+    int down[2], up[2], status;
+
+    (void)state;
+    clear_folder();
+    assert_true(pipe(down) == 0 && pipe(up) == 0);
+    const pid_t child = fork();
+    if (child == 0) {
+        hx_park *p = open_with(1, 60000, 100000, NULL);
+        hx_park_name own;
+
+        for (uint64_t seed = 1;; seed++) { /* a file, and then the next instead */
+            if (write_one(p, seed, 0, 128, NULL, &own) != 0 ||
+                write(up[1], &own, sizeof own) != sizeof own || read(down[0], &c, 1) != 1)
+                _exit(1);
+            hx_park_delete(p, &own);
+        }
+    }
+    assert_int_equal(read(up[0], &a, sizeof a), sizeof a);
+    hx_park *p = open_with(1, 60000, 100000, NULL);
+    assert_false(hx_park_is_ours(p));
+    for (uint64_t seed = 1; seed < 4; seed++) {
+        assert_int_equal(count_found(p), 1);
+        assert_int_equal(hx_park_find(p, &a), 0);
+        assert_int_equal(check_file(p, &a, seed, 2), 0);
+        assert_int_equal(write(down[1], "", 1), 1);
+        assert_int_equal(read(up[0], &a, sizeof a), sizeof a);
+        do /* it may come between deleting and writing */
+            wait_look(p);
+        while (count_found(p) == 0 || hx_park_find(p, &a) < 0);
+    }
+    hx_park_delete(p, &a);
+    assert_int_equal(write_one(p, 9, 0, 128, NULL, NULL), HX_EIO);
+    file_of(&broken, SUFFIX_TEMP, name);
+    put_file(name, "x");
+    file_of(&broken, SUFFIX, name);
+    put_file(name, "x");
+    usleep(2 * LOOK_US);
+    wait_look(p);
+    assert_false(hx_park_is_ours(p));
+    assert_int_equal(files_left(), 3);
+    assert_int_equal(count_found(p), 1);
+    kill(child, SIGKILL);
+    waitpid(child, &status, 0);
+    assert_true(WIFSIGNALED(status));
+    while (!hx_park_is_ours(p))
+        wait_look(p);
+    assert_int_equal(files_left(), 1);
+    assert_int_equal(check_file(p, &a, 4, 2), 0);
+    const uint64_t bytes = hx_park_bytes(p);
+    assert_true(bytes > 2 * PAGE_BYTES);
+    assert_true(hx_park_fits_day(p, 100000 - 4 * bytes));
+    assert_false(hx_park_fits_day(p, 100001 - 4 * bytes));
+    assert_int_equal(write_one(p, 9, 0, 128, NULL, NULL), 0);
+    hx_park_delete(p, &a);
+    hx_park_close(p);
+    assert_int_equal(files_left(), 1);
+    for (int i = 0; i < 2; i++) {
+        close(down[i]);
+        close(up[i]);
+    }
+    clear_folder();
+}
+
+#define CAP 60000u
+#define DAY 3000000u
+
+/* Writes as long as the budgets allow, giving up any others; tells what it wrote. */
+static void compete(int out, uint64_t seed)
+{
+    hx_park *p = open_with(1, CAP, DAY, NULL);
+    const hx_park_head h = { .n = 128, .state_bytes = STATE };
+    const uint64_t bytes = hx_park_file_bytes(p, &h);
+    hx_park_done d;
+
+    for (;; seed++) {
+        while (hx_park_poll(p, &d, false))
+            continue;
+        if (!hx_park_is_ours(p) || !hx_park_fits_day(p, bytes)) {
+            usleep(1000);
+            continue;
+        }
+        while (!hx_park_fits_disk(p, bytes)) {
+            const hx_park_name name = p->list.file[seed % (uint64_t)p->list.n_file].name;
+
+            hx_park_delete(p, &name);
+        }
+        if (write_one(p, seed, 0, 128, NULL, NULL) != 0 ||
+            write(out, &bytes, sizeof bytes) != sizeof bytes)
+            _exit(1);
+    }
+}
+
+static uint64_t bytes_there(void)
+{
+    DIR *d = opendir(folder);
+    struct dirent *f;
+    struct stat st;
+    uint64_t sum = 0;
+
+    while ((f = readdir(d)) != NULL)
+        if (fstatat(dirfd(d), f->d_name, &st, 0) == 0 && S_ISREG(st.st_mode))
+            sum += (uint64_t)st.st_size;
+    closedir(d);
+    return sum;
+}
+
+/* Three processes on one folder, killed and begun anew at random moments: together they keep
+ * to its size and to the day's writes. */
+static void test_compete(void **state)
+{
+    pid_t child[3] = { 0 };
+    uint64_t told = 0, most = 0, bytes;
+    int fd[2], n_told = 0, status;
+
+    (void)state;
+    clear_folder();
+    assert_int_equal(pipe(fd), 0);
+    fcntl(fd[0], F_SETFL, O_NONBLOCK);
+    for (uint64_t k = 0; k < 60; k++) {
+        const size_t i = (size_t)(hx_rng_at(k, 7) % 3);
+
+        if (child[i] != 0) {
+            kill(child[i], SIGKILL);
+            waitpid(child[i], &status, 0);
+            assert_true(WIFSIGNALED(status));
+        }
+        if ((child[i] = fork()) == 0)
+            compete(fd[1], 1000000 * k);
+        for (int j = 0; j < 50; j++) {
+            most = HX_MAX(most, bytes_there());
+            usleep(1000);
+        }
+        while (read(fd[0], &bytes, sizeof bytes) == sizeof bytes) {
+            told += bytes;
+            n_told++;
+        }
+    }
+    for (size_t i = 0; i < 3; i++) {
+        kill(child[i], SIGKILL);
+        waitpid(child[i], &status, 0);
+    }
+    close(fd[0]);
+    close(fd[1]);
+    printf("%d files, %llu bytes written, at most %llu there\n", n_told,
+           (unsigned long long)told, (unsigned long long)most);
+    assert_true(n_told > 20);
+    assert_true(told <= DAY);
+    /* The lock's own bytes are not counted. A killed one's leftover goes when the next one
+     * has the lock, before that writes. */
+    assert_true(most > CAP / 2 && most <= CAP + 100);
+    clear_folder();
+}
+
+/* A folder that is removed while it is used is made anew, and used anew. */
+static void test_removed(void **state)
+{
+    hx_park *p = open_plain();
+    hx_park_name a;
+
+    (void)state;
+    assert_int_equal(write_one(p, 1, 0, 64, NULL, &a), 0);
+    clear_folder();
+    assert_int_equal(rmdir(folder), 0);
+    assert_int_equal(write_one(p, 1, 0, 64, NULL, NULL), HX_EIO);
+    wait_look(p);
+    assert_true(hx_park_is_ours(p));
+    assert_int_equal(hx_park_bytes(p), 0);
+    assert_int_equal(write_one(p, 1, 0, 64, NULL, NULL), 0);
+    assert_int_equal(check_file(p, &a, 1, 1), 0);
+    hx_park_close(p);
+    p = open_plain();
+    assert_int_equal(count_found(p), 1);
+    hx_park_close(p);
+    clear_folder();
+}
+
 static void test_identity(void **state)
 {
     uint8_t a[32], b[32];
@@ -541,8 +849,10 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_round_trip),    cmocka_unit_test(test_corrupt),
         cmocka_unit_test(test_other_files),   cmocka_unit_test(test_failing_disk),
-        cmocka_unit_test(test_failing_reads), cmocka_unit_test(test_budgets),
-        cmocka_unit_test(test_kill),          cmocka_unit_test(test_identity),
+        cmocka_unit_test(test_failing_reads), cmocka_unit_test(test_poor_file_system),
+        cmocka_unit_test(test_budgets),       cmocka_unit_test(test_kill),
+        cmocka_unit_test(test_second),        cmocka_unit_test(test_compete),
+        cmocka_unit_test(test_removed),       cmocka_unit_test(test_identity),
     };
 
     return cmocka_run_group_tests_name("park", tests, make_folder, remove_folder);

@@ -117,17 +117,34 @@ static hx_node *node_after(const hx_prefix_tree *t, hx_node *n)
     return n == &t->root ? NULL : n->next;
 }
 
-static hx_node *child_like(const hx_node *n, const int32_t *token, int32_t n_token,
-                           uint64_t decoded)
+static hx_node **bucket_of(const hx_prefix_tree *t, uint64_t path)
 {
-    for (hx_node *c = n->child; c != NULL; c = c->next)
-        if (c->n_token == n_token && c->decoded == decoded &&
-            memcmp(c->token, token, (size_t)n_token * sizeof *token) == 0)
-            return c;
-    return NULL;
+    return &t->bucket[path % (uint64_t)t->n_scratch];
 }
 
-/* The scratch of reclaiming always has room for every node. */
+static void enter(hx_prefix_tree *t, hx_node *n)
+{
+    hx_node **b = bucket_of(t, n->path);
+
+    n->same = *b;
+    *b = n;
+}
+
+/* By its path: of a node, or of the root, thousands may go on. */
+static hx_node *child_like(const hx_prefix_tree *t, const hx_node *n,
+                           const int32_t *token, int32_t n_token, uint64_t decoded)
+{
+    const uint64_t path = path_of(n->path, token, n_token);
+    hx_node *c = t->n_scratch > 0 ? *bucket_of(t, path) : NULL;
+
+    while (c != NULL &&
+           (c->parent != n || c->n_token != n_token || c->decoded != decoded ||
+            memcmp(c->token, token, (size_t)n_token * sizeof *token) != 0))
+        c = c->same;
+    return c;
+}
+
+/* The scratch of reclaiming always has room for every node, and there are as many buckets. */
 static bool scratch_for(hx_prefix_tree *t, int64_t n)
 {
     const int64_t cap = HX_MAX(n, 2 * t->n_scratch);
@@ -138,7 +155,13 @@ static bool scratch_for(hx_prefix_tree *t, int64_t n)
     if ((p = hx_realloc(t->scratch, (size_t)cap * sizeof(hx_node *))) == NULL)
         return false;
     t->scratch = p;
+    if ((p = hx_new(hx_node *, cap)) == NULL)
+        return false;
+    hx_free(t->bucket);
+    t->bucket = p;
     t->n_scratch = cap;
+    for (hx_node *a = t->root.child; a != NULL; a = node_after(t, a))
+        enter(t, a);
     return true;
 }
 
@@ -160,6 +183,7 @@ static hx_node *node_new(hx_prefix_tree *t, hx_node *parent, const int32_t *toke
     n->path = path_of(parent->path, token, n_token);
     n->page = -1;
     n->at = -1;
+    enter(t, n);
     t->stat.nodes++;
     return n;
 }
@@ -172,6 +196,9 @@ static void node_free(hx_prefix_tree *t, hx_node *n)
     while (*link != n)
         link = &(*link)->next;
     *link = n->next;
+    for (link = bucket_of(t, n->path); *link != n;)
+        link = &(*link)->same;
+    *link = n->same;
     if (!t->quiet) {
         t->ghost[n->path % HX_GHOST] = n->path;
         t->stat.evicted++;
@@ -218,8 +245,6 @@ static void forget_file(hx_prefix_tree *t, hx_node *n)
     n->snap->on_disk = false;
     t->stat.snaps_disk--;
     for (hx_node *s = t->snap; s != NULL; s = s->snap->next) {
-        if (s->snap->file_parent == n)
-            s->snap->file_parent = NULL;
         if (!s->snap->on_disk)
             continue;
         for (hx_node *a = s; a != &t->root && a->end > s->snap->from; a = a->parent)
@@ -755,7 +780,7 @@ static hx_node *path_for(hx_prefix_tree *t, const hx_prefix_have *h, int64_t now
         const uint64_t mask =
                            n_token == HX_PAGE ? UINT64_MAX : (UINT64_C(1) << n_token) - 1,
                        decoded = h->decoded[at / HX_PAGE] & mask;
-        hx_node *next = child_like(n, h->token + at, n_token, decoded);
+        hx_node *next = child_like(t, n, h->token + at, n_token, decoded);
 
         if (next == NULL &&
             (next = node_new(t, n, h->token + at, n_token, decoded)) == NULL) {
@@ -862,7 +887,6 @@ void hx_prefix_has_file(hx_prefix_tree *t, hx_node *n, hx_node *parent,
     s->on_disk = true;
     s->name = *name;
     s->from = parent != NULL ? parent->end : 0;
-    s->file_parent = parent;
     t->stat.snaps_disk++;
     for (hx_node *a = n; a != &t->root && a->end > s->from; a = a->parent)
         a->file = n;
@@ -897,7 +921,7 @@ hx_node *hx_prefix_add_disk(hx_prefix_tree *t, const hx_prefix_disk *d, int64_t 
         const int32_t n_token = (int32_t)HX_MIN(HX_PAGE, d->n - at);
         const int32_t *token = d->token + (at - from);
         const uint64_t decoded = d->decoded[(at - from) / HX_PAGE];
-        hx_node *next = child_like(n, token, n_token, decoded);
+        hx_node *next = child_like(t, n, token, n_token, decoded);
 
         if (next == NULL && (next = node_new(t, n, token, n_token, decoded)) == NULL) {
             prune(t, n);
@@ -906,14 +930,17 @@ hx_node *hx_prefix_add_disk(hx_prefix_tree *t, const hx_prefix_disk *d, int64_t 
         next->used_us = HX_MAX(next->used_us, used_us);
         n = next;
     }
+    s = n->snap;
     if (n == &t->root || from % HX_PAGE != 0 ||
-        (s = n->snap != NULL ? NULL : snap_new(t, n)) == NULL) {
+        (s != NULL ? s->on_disk || s->hidden || s->pend != d->pend ||
+                         s->has_hidden != d->has_hidden
+                   : (s = snap_new(t, n)) == NULL)) {
         prune(t, n);
         return NULL;
     }
     s->pend = d->pend;
     s->has_hidden = d->has_hidden;
-    s->used_us = used_us;
+    s->used_us = HX_MAX(s->used_us, used_us);
     hx_prefix_has_file(t, n, d->parent, &d->name);
     for (hx_node *a = n; a != NULL; a = a->parent)
         a->used_us = HX_MAX(a->used_us, used_us);
@@ -931,8 +958,11 @@ void hx_prefix_forget(hx_prefix_tree *t)
         if (n->snap->on_disk) {
             if (t->gone != NULL)
                 t->gone(t->gone_ud, n);
-            forget_file(t, n);
+            n->snap->on_disk = false;
         }
+    t->stat.snaps_disk = 0;
+    for (hx_node *n = &t->root; n != NULL; n = node_after(t, n))
+        n->file = NULL;
     for (hx_node *n = t->snap; n != NULL; n = next) {
         next = n->snap->next;
         if (n->busy > 0)
@@ -983,11 +1013,13 @@ void hx_prefix_close(hx_prefix_tree *t)
     t->root.busy = 0;
     for (hx_node *n = t->root.child; n != NULL; n = node_after(t, n))
         n->busy = 0;
+    hx_prefix_forget(t);
     while (t->root.child != NULL)
         drop_branch(t, t->root.child);
     t->cache->reclaim = NULL;
     hx_spare_close(t->spare);
     hx_free(t->scratch);
+    hx_free(t->bucket);
     hx_free(t->ghost);
     hx_free(t);
 }

@@ -60,12 +60,12 @@ typedef struct {
     int64_t used_us;
     hx_park_name name;
     int64_t from;         /* first position that the file covers */
-    hx_node *file_parent; /* the file before it; NULL: none, from is 0 */
     hx_node *prev, *next; /* all nodes with a snapshot */
 } hx_snap;
 
 struct hx_node {
     hx_node *parent, *child, *next; /* next: of the same parent */
+    hx_node *same;                  /* next in its bucket */
     int64_t end;                    /* positions up to and with this node */
     int32_t token[HX_PAGE];
     int32_t n_token;
@@ -99,6 +99,7 @@ typedef struct {
     hx_spare *spare;   /* memory of states, or NULL */
     uint64_t *ghost;   /* [HX_GHOST] paths that were given up, by their low bits */
     hx_node **scratch; /* [n_scratch] */
+    hx_node **bucket;  /* [n_scratch] nodes by their path */
     int64_t n_scratch;
     bool quiet; /* no ghosts, not counted as evicted */
     hx_prefix_stat stat;

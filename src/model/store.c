@@ -348,8 +348,8 @@ static int first_tables(hx_store *s, hx_err *err)
             continue;
         at[i] = hx_store_lease(s, i, -1);
     }
-    if (rc == 0 && (rc = hx_dev_put(s->dev, s->at, at, s->at.n, err)) == 0)
-        rc = hx_dev_put(s->dev, s->resident, none, s->resident.n, err);
+    if (rc == 0 && (rc = hx_dev_put(s->dev, s->at, at, (size_t)n * sizeof *at, err)) == 0)
+        rc = hx_dev_put(s->dev, s->resident, none, (size_t)n * sizeof *none, err);
     if (rc == 0)
         rc = hx_dev_get(s->dev, none, s->resident, sizeof *none, err); /* at is free */
     hx_free(at);
@@ -514,17 +514,11 @@ int hx_store_sent(hx_store *s, hx_err *err)
     return hx_dev_bring(s->dev, to.p, s->log, to.n, err);
 }
 
-/* What plan logged of the step that ends, [n_layer, max_pick], for the host. */
-static const int32_t *picks_of(const hx_store *s)
+/* Counts a layer's picks, as plan logged them; each distinct expert once. Wanted gets those
+ * that were missing. */
+static void count_layer(hx_store *s, int64_t layer, const int32_t *log, int64_t picks,
+                        int64_t *wanted, int64_t *n_wanted)
 {
-    return s->told[s->stats.steps % 2].p;
-}
-
-/* Counts a layer's picks; each distinct expert once. Wanted gets those that were missing. */
-static void count_layer(hx_store *s, int64_t layer, int64_t picks, int64_t *wanted,
-                        int64_t *n_wanted)
-{
-    const int32_t *log = picks_of(s) + layer * s->max_pick;
     int64_t *const by_side[] = { &s->stats.here, &s->stats.link, &s->stats.lane,
                                  &s->stats.ahead };
     static const hx_counter counter[] = { HX_C_experts_here_total,
@@ -569,12 +563,12 @@ static int open_trace(hx_store *s, const char *path, hx_err *err)
 }
 
 /* A trace that cannot be written ends; the model goes on. */
-static void trace_step(hx_store *s, int64_t rows)
+static void trace_step(hx_store *s, const int32_t *log, int64_t rows)
 {
     hx_err err;
 
-    if (s->trace == NULL || hx_trace_step(s->trace, &s->trace_shape, picks_of(s),
-                                          s->max_pick, rows, &err) == 0)
+    if (s->trace == NULL ||
+        hx_trace_step(s->trace, &s->trace_shape, log, s->max_pick, rows, &err) == 0)
         return;
     hx_log(HX_LOG_WARN, "%s; it ends here", err.msg);
     fclose(s->trace);
@@ -605,19 +599,21 @@ static int admit(hx_store *s, const int64_t *wanted, int64_t n, hx_err *err)
 
 int hx_store_end(hx_store *s, int64_t rows, hx_err *err)
 {
+    const int32_t *log = s->told[s->n_ended % 2].p; /* [n_layer, max_pick] */
     int64_t wanted[HX_MOVE_MAX], n = 0;
     int rc;
 
+    s->n_ended += s->n_ended < s->n_sent; /* one that failed may not have been sent */
     if (s->lane != NULL)
         hx_lane_rest(s->lane);
     if (s->lane != NULL && (rc = hx_lane_late(s->lane, err)) != 0)
         return rc;
-    trace_step(s, rows);
+    trace_step(s, log, rows);
     for (int64_t i = 0; i < s->n_layer; i++) { /* each layer is first now and then */
         const int64_t l = (i + s->stats.steps) % s->n_layer;
 
         if (s->model->layer[l].ffn == HX_FFN_MOE)
-            count_layer(s, l, rows * s->n_active, wanted, &n);
+            count_layer(s, l, log + l * s->max_pick, rows * s->n_active, wanted, &n);
     }
     s->stats.steps++;
     if ((rc = settle(s, err)) != 0 || (rc = hx_lend_end(s, err)) != 0 || hx_lend_is_on(s))

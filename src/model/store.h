@@ -49,8 +49,8 @@ typedef struct hx_store {
     hx_buf here, there;        /* i32 [max_pick] */
     hx_buf log;                /* i32 [n_layer, max_pick] */
     hx_buf told[2]; /* the same on the host, of the steps that may be on their way */
-    int64_t n_sent; /* steps */
-    struct hx_move *move; /* [HX_MOVE_MAX] pushes on their way */
+    int64_t n_sent, n_ended; /* steps, in told by turns */
+    struct hx_move *move;    /* [HX_MOVE_MAX] pushes on their way */
     int n_move;
     int32_t n_all_slot;   /* slots when none are lent */
     struct hx_lend *lend; /* lend.c; NULL: too few slots, or one for each expert */

@@ -16,6 +16,7 @@
 
 #define FILL_BYTES    (1u << 20) /* filled by one worker at a time */
 #define ROUTED_TOKENS 9250.0     /* behind the counts of routing.json */
+#define N_DENSE       3          /* layers of the real model before those with experts */
 
 typedef enum { FILL_BITS, FILL_BF16, FILL_SIGNS } fill_kind;
 
@@ -176,11 +177,20 @@ static double normal_quantile(double p)
     return lo;
 }
 
+/* How often expert e of layer l was picked, half a time at least. More layers and experts
+ * than the real ones have the same again. */
+static double picks_of(const hx_json *routing, int64_t l, int64_t e)
+{
+    const size_t at = (size_t)HX_MAX(l - N_DENSE, 0) % hx_json_len(routing);
+    const hx_json *row = hx_json_at(routing, at);
+
+    return HX_MAX(hx_json_num(hx_json_at(row, (size_t)e % hx_json_len(row)), 0.5), 0.5);
+}
+
 /* Shares of a layer's picks, summed up to 1. */
 static void set_share(synth *s, int64_t l, const hx_json *routing)
 {
     const hx_desc *d = &s->m->desc;
-    const hx_json *row = hx_json_at(routing, (size_t)(l < 3 ? 0 : (l - 3) % 42));
     float *share = s->m->share + l * d->n_expert;
     double all = 0;
 
@@ -188,8 +198,7 @@ static void set_share(synth *s, int64_t l, const hx_json *routing)
         double sum = 0;
 
         for (int64_t e = 0; e < d->n_expert; e++) {
-            sum += HX_MAX(hx_json_num(hx_json_at(row, (size_t)e % hx_json_len(row)), 0.5),
-                          0.5);
+            sum += picks_of(routing, l, e);
             share[e] = (float)(pass == 0 ? 0 : sum / all);
         }
         all = sum;
@@ -200,13 +209,10 @@ static void set_share(synth *s, int64_t l, const hx_json *routing)
  * common threshold; the bias puts that probability at the measured share. */
 static void set_router_bias(synth *s, int64_t l, hx_buf bias, const hx_json *routing)
 {
-    const hx_desc *d = &s->m->desc;
-    const hx_json *row = hx_json_at(routing, (size_t)(l < 3 ? 0 : (l - 3) % 42));
     float *b = bias.p;
 
-    for (int64_t e = 0; b != NULL && e < d->n_expert; e++) {
-        const hx_json *v = hx_json_at(row, (size_t)e % hx_json_len(row));
-        const double share = HX_MAX(hx_json_num(v, 0.5), 0.5) / ROUTED_TOKENS;
+    for (int64_t e = 0; b != NULL && e < s->m->desc.n_expert; e++) {
+        const double share = picks_of(routing, l, e) / ROUTED_TOKENS;
 
         b[e] = (float)-(1 / (1 + exp(-normal_quantile(1 - share))));
     }
@@ -401,7 +407,7 @@ static int build(synth *s, const char *spec, const hx_json *config,
         return rc;
     for (int64_t l = 0; l < m->desc.n_layer; l++) { /* the real pattern, carried on */
         m->desc.mixer[l] = l % 4 == 3 ? HX_MIX_MLA : HX_MIX_KDA;
-        m->desc.ffn[l] = l < 3 ? HX_FFN_DENSE : HX_FFN_MOE;
+        m->desc.ffn[l] = l < N_DENSE ? HX_FFN_DENSE : HX_FFN_MOE;
     }
     m->layer = hx_arena_alloc(&m->arena, (size_t)m->desc.n_layer * sizeof *m->layer);
     if (m->layer == NULL)

@@ -228,6 +228,7 @@ static void test_refused(void **state)
 static void run_model(const char *path, hx_experts *out)
 {
     const hx_options opt = { .model_dir = "models/demo-exl3",
+                             .device = "cpu",
                              .vram_bytes = 1300000,
                              .ctx_tokens = 512,
                              .n_threads = 2,

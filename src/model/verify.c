@@ -4,7 +4,6 @@
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
-#include <stdlib.h>
 
 #include "dev/fmt_exl3.h"
 #include "model/model.h"
@@ -126,10 +125,7 @@ int hx_verify_rules(hx_weights *w, hx_verify_report *r, hx_err *err)
 
 static double half_at(const void *p, int64_t i)
 {
-    uint16_t h;
-
-    memcpy(&h, (const uint8_t *)p + 2 * i, 2);
-    return (double)hx_f16_to(h);
+    return (double)hx_f16_to(hx_u16_at(p, i));
 }
 
 /* Sum over the 128 rotated outputs of n's block, then the rotation of each 128 inputs:

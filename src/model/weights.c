@@ -16,6 +16,7 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 
+#include "dev/fmt_exl3.h"
 #include "model/weights.h"
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
@@ -874,41 +875,15 @@ int hx_weights_advise(hx_weights *w, hx_load_fn *fn, void *ud, hx_err *err)
 
 /* ---- values ---------------------------------------------------------- */
 
-static float f16_value(uint16_t h)
-{
-    const int e = h >> 10 & 31, m = h & 1023;
-    const float v = e == 0 ? ldexpf((float)m, -24) : ldexpf((float)(m + 1024), e - 25);
-
-    return h >> 15 ? -v : v;
-}
-
-/* Nearest f16, ties to even; x is finite. Past the largest f16 it returns an infinity. */
-static uint16_t f16_from(float x)
-{
-    int e, unit;
-    long m;
-
-    (void)frexpf(x, &e);
-    unit = x != 0 ? HX_MAX(e - 11, -24) : -24; /* the mantissa counts units of 2^unit */
-    if (unit > 5)
-        return signbit(x) ? 0xfc00 : 0x7c00;
-    m = lrintf(ldexpf(fabsf(x), -unit));
-    return (uint16_t)((signbit(x) ? 0x8000 : 0) + ((unit + 24) << 10) + m);
-}
-
 /* Element i of a tensor in F32, F16 or BF16. */
 static float element(const hx_tensor *t, int64_t i)
 {
     uint32_t word = 0;
-    float v;
 
     memcpy(&word, t->p + i * dtypes[t->dtype].bytes, dtypes[t->dtype].bytes);
     if (t->dtype == HX_DT_F16)
-        return f16_value((uint16_t)word);
-    if (t->dtype == HX_DT_BF16)
-        word <<= 16;
-    memcpy(&v, &word, sizeof(v));
-    return v;
+        return hx_f16_to((uint16_t)word);
+    return hx_float_of(t->dtype == HX_DT_BF16 ? word << 16 : word);
 }
 
 static int64_t n_element(const hx_tensor *t)
@@ -1065,7 +1040,7 @@ static int bind_bias(hx_weights *w, const hx_mat_want *want, hx_mat *m, hx_err *
     if (half == NULL)
         return no_memory(err, t->name);
     for (int64_t i = 0; i < t->dim[0]; i++) {
-        half[i] = f16_from(element(t, i));
+        half[i] = hx_f16_from(element(t, i));
         if ((half[i] & 0x7c00) == 0x7c00)
             return hx_fail(err, HX_EFORMAT,
                            CLIP ": " CLIP ": value %" PRId64 ", %g, exceeds f16",
@@ -1111,22 +1086,12 @@ static int bind_plain(hx_weights *w, const hx_mat_want *want, const hx_tensor *t
     int64_t inner = n_element(t);
     int rc;
 
-    switch (t->dtype) {
-    case HX_DT_F32:
-        m->fmt = HX_FMT_F32;
-        break;
-    case HX_DT_F16:
-        m->fmt = HX_FMT_F16;
-        break;
-    case HX_DT_BF16:
-        m->fmt = HX_FMT_BF16;
-        break;
-    case HX_DT_F8_E4M3:
-        m->fmt = HX_FMT_FP8;
-        break;
-    default:
+    if (!is_float(t) && t->dtype != HX_DT_F8_E4M3)
         return wrong_dtype(w, t, "F32, F16, BF16 or F8_E4M3", err);
-    }
+    m->fmt = t->dtype == HX_DT_F32    ? HX_FMT_F32
+             : t->dtype == HX_DT_F16  ? HX_FMT_F16
+             : t->dtype == HX_DT_BF16 ? HX_FMT_BF16
+                                      : HX_FMT_FP8;
     /* Where dim[0] is right and not 0, the other dimensions multiply to this. */
     inner = t->n_dim > 2 && t->dim[0] == want->n ? inner / want->n : t->dim[1];
     if (t->n_dim < 2 || t->dim[0] != want->n || inner != want->k)
@@ -1145,8 +1110,8 @@ static int bind_codebook(const hx_weights *w, const char *key, hx_mat *m, hx_err
         hx_codebook codebook;
         uint32_t value;
     } marker[] = {
-        { ".mcg", HX_CB_MCG, 0xcbac1fed },
-        { ".mul1", HX_CB_MUL1, 0x83dcd12d },
+        { ".mcg", HX_CB_MCG, HX_EXL3_MCG },
+        { ".mul1", HX_CB_MUL1, HX_EXL3_MUL1 },
     };
 
     m->codebook = HX_CB_3INST;
@@ -1236,8 +1201,8 @@ static int bind_exl3(hx_weights *w, const hx_mat_want *want, const hx_tensor *tr
 {
     int rc;
 
-    m->n_pad = want->n + (128 - want->n % 128) % 128;
-    m->k_pad = want->k + (128 - want->k % 128) % 128;
+    m->n_pad = (want->n + 127) / 128 * 128;
+    m->k_pad = (want->k + 127) / 128 * 128;
     if (part(w, want->key, ".scale") != NULL)
         return hx_fail(err, HX_EUNSUP,
                        "checkpoint: " CLIP ".scale: too old an EXL3 matrix; "

@@ -7,9 +7,6 @@
 #include <cmocka.h>
 #include <sys/stat.h>
 #include <unistd.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 #include "model/weights.c"
 
@@ -678,55 +675,6 @@ static void many_names(void **state)
     }
     hx_weights_close(w);
 }
-
-/* ---- f16 ------------------------------------------------------------- */
-
-#if defined(__x86_64__)
-__attribute__((target("f16c"))) static uint16_t hw_from(float x)
-{
-    return (uint16_t)_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
-}
-
-__attribute__((target("f16c"))) static float hw_value(uint16_t h)
-{
-    return _cvtsh_ss(h);
-}
-
-/* Against the processor: all halves; floats on and beside all ties; a spread of all
- * floats. */
-static void f16(void **state)
-{
-    (void)state;
-    if (!__builtin_cpu_supports("avx2"))
-        skip();
-    for (uint32_t h = 0; h < 65536; h++) {
-        const float v = hw_value((uint16_t)h), up = hw_value((uint16_t)(h + 1));
-        const float tie = (v + up) / 2,
-                    near[] = { v, tie, nextafterf(tie, 1e9f), nextafterf(tie, -1e9f) };
-
-        if (!isfinite(v))
-            continue;
-        assert_memory_equal(&v, &(float) { f16_value((uint16_t)h) }, sizeof(v));
-        for (size_t i = 0; i < HX_LEN(near); i++)
-            if (isfinite(near[i]))
-                assert_int_equal(f16_from(near[i]), hw_from(near[i]));
-    }
-    for (uint64_t bits = 0; bits <= UINT32_MAX; bits += 7919) {
-        const uint32_t word = (uint32_t)bits;
-        float x;
-
-        memcpy(&x, &word, sizeof(x));
-        if (isfinite(x))
-            assert_int_equal(f16_from(x), hw_from(x));
-    }
-}
-#else
-static void f16(void **state)
-{
-    (void)state;
-    skip();
-}
-#endif
 
 /* ---- vectors --------------------------------------------------------- */
 
@@ -1420,7 +1368,6 @@ int main(void)
         cmocka_unit_test_teardown(mtp_file, clean),
         cmocka_unit_test_teardown(links, clean),
         cmocka_unit_test_teardown(many_names, clean),
-        cmocka_unit_test(f16),
         cmocka_unit_test_teardown(vectors, clean),
         cmocka_unit_test(plain_matrices),
         cmocka_unit_test_teardown(fp8_edges, clean),

@@ -62,25 +62,7 @@ typedef struct {
     hx_turns turns;
     const hx_json *change[256]; /* [n_change] of tools, in the order of the messages */
     size_t n_change;
-    char at[96]; /* what is in hand: "messages[3].content[0]" */
 } reader;
-
-static int refuse_at(reader *d, const char *field, const hx_json *found,
-                     hx_json_type wanted, const char *expected)
-{
-    char param[192];
-
-    snprintf(param, sizeof param, "%s%s", d->at, field);
-    return hx_params_refuse(d->c, param, found, wanted, expected);
-}
-
-static int bad(reader *d, const char *field, const char *why)
-{
-    char param[192];
-
-    snprintf(param, sizeof param, "%s%s", d->at, field);
-    return hx_server_problem(d->c, 400, param, "invalid_value", "%s: %s", param, why);
-}
 
 static hx_str type_of(const hx_json *j)
 {
@@ -189,16 +171,17 @@ static int refuse_block(reader *d, const hx_json *block)
     char why[160];
 
     if (hx_json_kind(block) != HX_JSON_OBJECT)
-        return refuse_at(d, "", block, HX_JSON_OBJECT, "a block with a type");
+        return hx_turns_refuse(&d->turns, "", block, HX_JSON_OBJECT,
+                               "a block with a type");
     if (type.p == NULL)
-        return refuse_at(d, ".type", hx_json_get(block, "type"), HX_JSON_STRING,
-                         "a string");
+        return hx_turns_refuse(&d->turns, ".type", hx_json_get(block, "type"),
+                               HX_JSON_STRING, "a string");
     snprintf(why, sizeof why, "blocks of type \"%.40s\" are not supported; only text is",
              type.p);
-    return bad(d, "", why);
+    return hx_turns_bad(&d->turns, "", why);
 }
 
-/* The text of a block that is shown to the model; d->at names it. */
+/* The text of a block that is shown to the model; d->turns.at names it. */
 static int read_block(reader *d, const hx_json *block, hx_sb *text)
 {
     const hx_str type = type_of(block);
@@ -209,15 +192,15 @@ static int read_block(reader *d, const hx_json *block, hx_sb *text)
     else if (!hx_str_is(type, "text"))
         return refuse_block(d, block);
     if (hx_json_kind(t) != HX_JSON_STRING)
-        return refuse_at(d, ".text", t, HX_JSON_STRING, "a string");
+        return hx_turns_refuse(&d->turns, ".text", t, HX_JSON_STRING, "a string");
     join(text, hx_json_str(t));
     return 0;
 }
 
-/* The content of the block at d->at: a string or text blocks. */
+/* The content of the block at d->turns.at: a string or text blocks. */
 static int read_text(reader *d, const hx_json *content, hx_sb *text)
 {
-    char at[sizeof d->at];
+    char at[sizeof d->turns.at];
     int rc = 0;
 
     if (hx_json_kind(content) == HX_JSON_STRING) {
@@ -225,14 +208,14 @@ static int read_text(reader *d, const hx_json *content, hx_sb *text)
         return 0;
     }
     if (hx_json_kind(content) != HX_JSON_ARRAY)
-        return refuse_at(d, ".content", content, HX_JSON_STRING,
-                         "a string or a list of blocks");
-    memcpy(at, d->at, sizeof at);
+        return hx_turns_refuse(&d->turns, ".content", content, HX_JSON_STRING,
+                               "a string or a list of blocks");
+    memcpy(at, d->turns.at, sizeof at);
     for (size_t i = 0; rc == 0 && i < hx_json_len(content); i++) {
-        snprintf(d->at, sizeof d->at, "%.40s.content[%zu]", at, i);
+        snprintf(d->turns.at, sizeof d->turns.at, "%.40s.content[%zu]", at, i);
         rc = read_block(d, hx_json_at(content, i), text);
     }
-    memcpy(d->at, at, sizeof at);
+    memcpy(d->turns.at, at, sizeof at);
     return rc;
 }
 
@@ -242,23 +225,23 @@ static int take_system(reader *d)
     hx_sb text = { 0 };
     int rc = 0;
 
-    snprintf(d->at, sizeof d->at, "system");
+    snprintf(d->turns.at, sizeof d->turns.at, "system");
     if (hx_json_kind(system) == HX_JSON_ARRAY) {
         for (size_t i = 0; rc == 0 && i < hx_json_len(system); i++) {
             const hx_json *block = hx_json_at(system, i), *t = hx_json_get(block, "text");
 
-            snprintf(d->at, sizeof d->at, "system[%zu]", i);
+            snprintf(d->turns.at, sizeof d->turns.at, "system[%zu]", i);
             if (hx_str_is(type_of(block), "text") && hx_json_kind(t) == HX_JSON_STRING)
                 join(&text, without_billing(hx_json_str(t)));
             else
-                rc = refuse_at(d, "", block, HX_JSON_OBJECT,
-                               "{\"type\":\"text\",\"text\":…}");
+                rc = hx_turns_refuse(&d->turns, "", block, HX_JSON_OBJECT,
+                                     "{\"type\":\"text\",\"text\":…}");
         }
     } else if (hx_json_kind(system) == HX_JSON_STRING) {
         join(&text, without_billing(hx_json_str(system)));
     } else if (system != NULL) {
-        rc =
-            refuse_at(d, "", system, HX_JSON_STRING, "a string or a list of text blocks");
+        rc = hx_turns_refuse(&d->turns, "", system, HX_JSON_STRING,
+                             "a string or a list of text blocks");
     }
     if (rc == 0 && text.n > 0)
         hx_turns_say(&d->turns, "system", (hx_str) { text.p, text.n });
@@ -316,13 +299,14 @@ static int take_change(reader *d, const hx_json *block)
     if (!defined && !hx_str_is(type_of(tool), "tool_reference"))
         return 0; /* of tools that run on Anthropic's side */
     if (name.n == 0)
-        return refuse_at(d, ".tool.name", hx_json_get(tool, "name"), HX_JSON_STRING,
-                         "a string that is not empty");
+        return hx_turns_refuse(&d->turns, ".tool.name", hx_json_get(tool, "name"),
+                               HX_JSON_STRING, "a string that is not empty");
     if (defined && hx_json_kind(hx_json_get(tool, "input_schema")) != HX_JSON_OBJECT)
-        return refuse_at(d, ".tool.definition.input_schema",
-                         hx_json_get(tool, "input_schema"), HX_JSON_OBJECT, "an object");
+        return hx_turns_refuse(&d->turns, ".tool.definition.input_schema",
+                               hx_json_get(tool, "input_schema"), HX_JSON_OBJECT,
+                               "an object");
     if (d->n_change == HX_LEN(d->change))
-        return bad(d, "", "more changes of tools than are kept in mind");
+        return hx_turns_bad(&d->turns, "", "more changes of tools than are kept in mind");
     d->change[d->n_change++] = block;
     return 0;
 }
@@ -355,7 +339,7 @@ static int take_result(reader *d, const hx_json *block)
 static int take_user(reader *d, const char *role, const hx_json *content)
 {
     hx_sb text = { 0 };
-    char at[sizeof d->at];
+    char at[sizeof d->turns.at];
     bool any = false; /* block that is no text */
     int rc = 0;
 
@@ -364,16 +348,16 @@ static int take_user(reader *d, const char *role, const hx_json *content)
         return 0;
     }
     if (hx_json_kind(content) != HX_JSON_ARRAY)
-        return refuse_at(d, ".content", content, HX_JSON_STRING,
-                         "a string or a list of blocks");
-    memcpy(at, d->at, sizeof at);
+        return hx_turns_refuse(&d->turns, ".content", content, HX_JSON_STRING,
+                               "a string or a list of blocks");
+    memcpy(at, d->turns.at, sizeof at);
     for (size_t i = 0; rc == 0 && i < hx_json_len(content); i++) {
         const hx_json *block = hx_json_at(content, i);
         const bool result = hx_str_is(type_of(block), "tool_result"),
                    system = hx_str_is(type_of(block), "mid_conv_system"),
                    change = is_change(block);
 
-        snprintf(d->at, sizeof d->at, "%.40s.content[%zu]", at, i);
+        snprintf(d->turns.at, sizeof d->turns.at, "%.40s.content[%zu]", at, i);
         if ((result || system) && text.n > 0) {
             hx_turns_say(&d->turns, role, (hx_str) { text.p, text.n });
             text.n = 0;
@@ -398,12 +382,14 @@ static int take_thinking(reader *d, const hx_json *block)
     char ours[24];
 
     if (hx_json_kind(thinking) != HX_JSON_STRING)
-        return refuse_at(d, ".thinking", thinking, HX_JSON_STRING, "a string");
+        return hx_turns_refuse(&d->turns, ".thinking", thinking, HX_JSON_STRING,
+                               "a string");
     sign(hx_json_str(thinking), ours);
     if (given.n >= 6 && memcmp(given.p, ours, 6) == 0 && !hx_str_is(given, ours))
-        return bad(d, ".signature",
-                   "thinking was altered; send the block back as it came, or leave it "
-                   "out");
+        return hx_turns_bad(
+            &d->turns, ".signature",
+            "thinking was altered; send the block back as it came, or leave it "
+            "out");
     hx_turns_reasoning(&d->turns, hx_json_str(thinking));
     return 0;
 }
@@ -415,9 +401,9 @@ static int take_use(reader *d, const hx_json *block)
     hx_sb args = { 0 };
 
     if (hx_json_kind(name) != HX_JSON_STRING)
-        return refuse_at(d, ".name", name, HX_JSON_STRING, "a string");
+        return hx_turns_refuse(&d->turns, ".name", name, HX_JSON_STRING, "a string");
     if (input != NULL && hx_json_kind(input) != HX_JSON_OBJECT)
-        return refuse_at(d, ".input", input, HX_JSON_OBJECT, "an object");
+        return hx_turns_refuse(&d->turns, ".input", input, HX_JSON_OBJECT, "an object");
     if (input != NULL)
         hx_json_write(&args, input);
     hx_turns_call(&d->turns, hx_json_str(hx_json_get(block, "id")), hx_json_str(name),
@@ -430,19 +416,19 @@ static int take_use(reader *d, const hx_json *block)
 /* redacted_thinking and what Anthropic's own tools left is nothing to this model. */
 static int take_assistant(reader *d, const hx_json *content)
 {
-    char at[sizeof d->at];
+    char at[sizeof d->turns.at];
     int rc = 0;
 
     if (hx_json_kind(content) == HX_JSON_STRING) {
         hx_turns_assistant(&d->turns, hx_json_str(content));
         return 0;
     }
-    memcpy(at, d->at, sizeof at);
+    memcpy(at, d->turns.at, sizeof at);
     for (size_t i = 0; rc == 0 && i < hx_json_len(content); i++) {
         const hx_json *block = hx_json_at(content, i), *text = hx_json_get(block, "text");
         const hx_str type = type_of(block);
 
-        snprintf(d->at, sizeof d->at, "%.40s.content[%zu]", at, i);
+        snprintf(d->turns.at, sizeof d->turns.at, "%.40s.content[%zu]", at, i);
         if (hx_str_is(type, "thinking"))
             rc = take_thinking(d, block);
         else if (hx_str_is(type, "tool_use"))
@@ -450,7 +436,7 @@ static int take_assistant(reader *d, const hx_json *content)
         else if (type.p == NULL)
             rc = refuse_block(d, block);
         else if (hx_str_is(type, "text") && hx_json_str(text).p == NULL)
-            rc = refuse_at(d, ".text", text, HX_JSON_STRING, "a string");
+            rc = hx_turns_refuse(&d->turns, ".text", text, HX_JSON_STRING, "a string");
         else if (hx_str_is(type, "text"))
             hx_turns_assistant(&d->turns, hx_json_str(text));
     }
@@ -463,21 +449,22 @@ static int take_message(reader *d, const hx_json *m, size_t i, bool last)
     const hx_json *content = hx_json_get(m, "content");
     const bool user = hx_str_is(role, "user"), system = hx_str_is(role, "system");
 
-    snprintf(d->at, sizeof d->at, "messages[%zu]", i);
+    snprintf(d->turns.at, sizeof d->turns.at, "messages[%zu]", i);
     if (hx_json_kind(m) != HX_JSON_OBJECT)
-        return refuse_at(d, "", m, HX_JSON_OBJECT, "an object");
+        return hx_turns_refuse(&d->turns, "", m, HX_JSON_OBJECT, "an object");
     if (!user && !system && !hx_str_is(role, "assistant"))
-        return refuse_at(d, ".role", hx_json_get(m, "role"), HX_JSON_STRING,
-                         "user, assistant or system");
+        return hx_turns_refuse(&d->turns, ".role", hx_json_get(m, "role"), HX_JSON_STRING,
+                               "user, assistant or system");
     if (user || system)
         return take_user(d, user ? "user" : "system", content);
     if (hx_json_kind(content) != HX_JSON_STRING && hx_json_kind(content) != HX_JSON_ARRAY)
-        return refuse_at(d, ".content", content, HX_JSON_STRING,
-                         "a string or a list of blocks");
+        return hx_turns_refuse(&d->turns, ".content", content, HX_JSON_STRING,
+                               "a string or a list of blocks");
     if (last)
-        return bad(d, "",
-                   "the last message is the assistant's; going on with an answer that "
-                   "has begun is not supported");
+        return hx_turns_bad(
+            &d->turns, "",
+            "the last message is the assistant's; going on with an answer that "
+            "has begun is not supported");
     return take_assistant(d, content);
 }
 
@@ -548,13 +535,14 @@ static int put_tools(reader *d, const hx_json *tools)
 
         if (type != NULL && !hx_str_is(hx_json_str(type), "custom"))
             continue;
-        snprintf(d->at, sizeof d->at, "tools[%zu]", i);
+        snprintf(d->turns.at, sizeof d->turns.at, "tools[%zu]", i);
         if (hx_json_str(hx_json_get(t, "name")).n == 0)
-            return refuse_at(d, ".name", hx_json_get(t, "name"), HX_JSON_STRING,
-                             "a string that is not empty");
+            return hx_turns_refuse(&d->turns, ".name", hx_json_get(t, "name"),
+                                   HX_JSON_STRING, "a string that is not empty");
         if (hx_json_kind(hx_json_get(t, "input_schema")) != HX_JSON_OBJECT)
-            return refuse_at(d, ".input_schema", hx_json_get(t, "input_schema"),
-                             HX_JSON_OBJECT, "an object");
+            return hx_turns_refuse(&d->turns, ".input_schema",
+                                   hx_json_get(t, "input_schema"), HX_JSON_OBJECT,
+                                   "an object");
         change = last_change(d, hx_json_str(hx_json_get(t, "name")));
         if (change != NULL)
             changed_tool(change, &defined);

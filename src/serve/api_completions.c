@@ -338,26 +338,6 @@ static int on_end(void *ud, int rc)
     return rc;
 }
 
-/* max_tokens 0: every answer ends before it begins. */
-static int end_all(completion *t)
-{
-    const int64_t now = hx_now_us();
-    hx_sb out = { 0 };
-
-    for (int32_t i = 0; i < t->n_choice; i++)
-        on_event(t,
-                 &(hx_gen_event) { .kind = HX_GEN_END,
-                                   .index = i,
-                                   .stop = HX_STOP_LENGTH,
-                                   .n_prompt = t->prompt[i / t->req.n].n,
-                                   .times = { now, now, now, now } },
-                 &out);
-    if (t->req.stream)
-        hx_http_send(t->c->x, (hx_str) { out.p, out.n });
-    hx_sb_free(&out);
-    return on_end(t, 0);
-}
-
 /* ---- one request -------------------------------------------------------- */
 
 /* An empty suffix is none: clients send it so. */
@@ -421,13 +401,12 @@ static int answer(completion *t)
     if (!t->no_answer && (rc = hx_gen_open(&gen, t->c, &t->req)) != 0)
         return on_end(t, rc);
     begin(t);
-    if (t->no_answer)
-        return end_all(t);
-    return hx_gen_start(gen, &(hx_gen_sink) { .event = on_event,
-                                              .end = on_end,
-                                              .progress = on_progress,
-                                              .ud = t,
-                                              .stream = t->req.stream });
+    const hx_gen_sink sink = { .event = on_event,
+                               .end = on_end,
+                               .progress = on_progress,
+                               .ud = t,
+                               .stream = t->req.stream };
+    return t->no_answer ? hx_gen_none(t->c, &t->req, &sink) : hx_gen_start(gen, &sink);
 }
 
 static int score_and_answer(hx_call *c)

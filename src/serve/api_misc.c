@@ -198,9 +198,12 @@ static int open_embedding(hx_call *c, embedding **out)
 /* param: the field that holds what is to be embedded. */
 static int begin_embedding(hx_call *c, const char *param, int kinds, embedding *e)
 {
+    int64_t wanted = c->info->width;
     int rc;
 
-    if (hx_params_get(c->body, "dimensions") != NULL)
+    if ((rc = hx_params_int(c, c->body, "dimensions", 1, INT32_MAX, &wanted)) != 0)
+        return rc;
+    if (wanted != c->info->width)
         return hx_server_problem(c, 400, "dimensions", "unsupported_value",
                                  "dimensions: this model's vectors have %d numbers and "
                                  "cannot be shortened",

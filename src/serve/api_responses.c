@@ -59,25 +59,7 @@ typedef struct {
     hx_item *input; /* [n_input] as they will be kept */
     size_t n_input;
     size_t n_tool; /* written */
-    char at[96];   /* the item in hand: "input[3]" */
 } reader;
-
-static int refuse_at(reader *d, const char *field, const hx_json *found,
-                     hx_json_type wanted, const char *expected)
-{
-    char param[192];
-
-    snprintf(param, sizeof param, "%s%s", d->at, field);
-    return hx_params_refuse(d->c, param, found, wanted, expected);
-}
-
-static int bad(reader *d, const char *field, const char *why)
-{
-    char param[192];
-
-    snprintf(param, sizeof param, "%s%s", d->at, field);
-    return hx_server_problem(d->c, 400, param, "invalid_value", "%s: %s", param, why);
-}
 
 /* ---- items to turns ------------------------------------------------------- */
 
@@ -93,7 +75,8 @@ static int read_text(reader *d, const char *field, const hx_json *j, hx_sb *out)
         return 0;
     }
     if (hx_json_kind(j) != HX_JSON_ARRAY)
-        return refuse_at(d, field, j, HX_JSON_STRING, "a string or a list of parts");
+        return hx_turns_refuse(&d->turns, field, j, HX_JSON_STRING,
+                               "a string or a list of parts");
     for (size_t i = 0; i < hx_json_len(j); i++) {
         const hx_json *part = hx_json_at(j, i);
         const hx_str type = hx_json_str(hx_json_get(part, "type"));
@@ -105,16 +88,16 @@ static int read_text(reader *d, const char *field, const hx_json *j, hx_sb *out)
         while (k < HX_LEN(kinds) && !hx_str_is(type, kinds[k]))
             k++;
         if (type.p == NULL)
-            return refuse_at(d, at, part, HX_JSON_OBJECT,
-                             "{\"type\":\"input_text\",\"text\":…}");
+            return hx_turns_refuse(&d->turns, at, part, HX_JSON_OBJECT,
+                                   "{\"type\":\"input_text\",\"text\":…}");
         if (k == HX_LEN(kinds) && !refusal) {
             snprintf(why, sizeof why,
                      "parts of type \"%.40s\" are not supported; only text is", type.p);
-            return bad(d, at, why);
+            return hx_turns_bad(&d->turns, at, why);
         }
         snprintf(at, sizeof at, "%s[%zu].%s", field, i, refusal ? "refusal" : "text");
         if (hx_json_kind(text) != HX_JSON_STRING)
-            return refuse_at(d, at, text, HX_JSON_STRING, "a string");
+            return hx_turns_refuse(&d->turns, at, text, HX_JSON_STRING, "a string");
         hx_sb_add(out, hx_json_str(text).p, hx_json_str(text).n);
     }
     return 0;
@@ -136,8 +119,8 @@ static int take_message(reader *d, const hx_json *item)
     while (i < HX_LEN(roles) && !hx_str_is(role, roles[i].from))
         i++;
     if (i == HX_LEN(roles))
-        return refuse_at(d, ".role", hx_json_get(item, "role"), HX_JSON_STRING,
-                         "user, assistant, system or developer");
+        return hx_turns_refuse(&d->turns, ".role", hx_json_get(item, "role"),
+                               HX_JSON_STRING, "user, assistant, system or developer");
     rc = read_text(d, ".content", hx_json_get(item, "content"), &text);
     if (rc == 0 && roles[i].to != NULL)
         hx_turns_say(&d->turns, roles[i].to, (hx_str) { text.p, text.n });
@@ -179,14 +162,14 @@ static int take_call(reader *d, const hx_json *item)
     bool ok;
 
     if (name.p == NULL)
-        return refuse_at(d, ".name", hx_json_get(item, "name"), HX_JSON_STRING,
-                         "a string");
+        return hx_turns_refuse(&d->turns, ".name", hx_json_get(item, "name"),
+                               HX_JSON_STRING, "a string");
     ok = args.n == 0 || (hx_json_parse(&parsed, args, 0, NULL) == 0 &&
                          hx_json_kind(parsed) == HX_JSON_OBJECT);
     hx_json_free(parsed);
     if (!ok || (args.p == NULL && hx_params_get(item, "arguments") != NULL))
-        return refuse_at(d, ".arguments", hx_json_get(item, "arguments"), HX_JSON_STRING,
-                         "a string that holds a JSON object");
+        return hx_turns_refuse(&d->turns, ".arguments", hx_json_get(item, "arguments"),
+                               HX_JSON_STRING, "a string that holds a JSON object");
     hx_turns_call(&d->turns, hx_json_str(hx_json_get(item, "call_id")), name, args);
     return 0;
 }
@@ -199,10 +182,10 @@ static int take_custom_call(reader *d, const hx_json *item)
     hx_sb args = { 0 };
 
     if (name.p == NULL)
-        return refuse_at(d, ".name", hx_json_get(item, "name"), HX_JSON_STRING,
-                         "a string");
+        return hx_turns_refuse(&d->turns, ".name", hx_json_get(item, "name"),
+                               HX_JSON_STRING, "a string");
     if (hx_json_kind(input) != HX_JSON_STRING)
-        return refuse_at(d, ".input", input, HX_JSON_STRING, "a string");
+        return hx_turns_refuse(&d->turns, ".input", input, HX_JSON_STRING, "a string");
     hx_sb_str(&args, "{\"input\":");
     hx_json_put_str(&args, hx_json_str(input));
     hx_sb_char(&args, '}');
@@ -286,7 +269,7 @@ static int take_item(reader *d, const hx_json *item)
     const item_kind *k = find_kind(item);
 
     if (hx_json_kind(item) != HX_JSON_OBJECT)
-        return refuse_at(d, "", item, HX_JSON_OBJECT, "an object");
+        return hx_turns_refuse(&d->turns, "", item, HX_JSON_OBJECT, "an object");
     return k->run != NULL ? k->run(d, item) : 0;
 }
 
@@ -374,15 +357,15 @@ static int take_previous(reader *d)
             0 ||
         d->r->previous.p == NULL)
         return rc;
-    snprintf(d->at, sizeof d->at, "previous_response_id");
+    snprintf(d->turns.at, sizeof d->turns.at, "previous_response_id");
     rc = hx_response_store_history(hx_server_responses(d->c->server), d->r->previous,
                                    &items);
     if (rc == HX_EARG)
-        rc = hx_server_problem(d->c, 404, d->at, "previous_response_not_found",
+        rc = hx_server_problem(d->c, 404, d->turns.at, "previous_response_not_found",
                                "previous_response_id: no response \"%.*s\" is kept here",
                                (int)HX_MIN(d->r->previous.n, 80u), d->r->previous.p);
     else if (rc == HX_EBUSY)
-        rc = bad(d, "", "that response still runs");
+        rc = hx_turns_bad(&d->turns, "", "that response still runs");
     else if (rc != 0)
         rc = hx_server_no_memory(d->c);
     else
@@ -399,8 +382,8 @@ static int take_reference(reader *d, hx_str id)
     if (rc == 0)
         rc = take_kept(d, &item, true);
     else
-        rc = hx_server_problem(d->c, 404, d->at, "item_not_found",
-                               "%s: no item \"%.*s\" is kept here", d->at,
+        rc = hx_server_problem(d->c, 404, d->turns.at, "item_not_found",
+                               "%s: no item \"%.*s\" is kept here", d->turns.at,
                                (int)HX_MIN(id.n, 80u), id.p);
     hx_sb_free(&item);
     return rc;
@@ -435,13 +418,13 @@ static int take_list(reader *d, const hx_json *input)
         const hx_str type = hx_json_str(hx_json_get(item, "type"));
         const hx_str id = hx_json_str(hx_json_get(item, "id"));
 
-        snprintf(d->at, sizeof d->at, "input[%zu]", i);
+        snprintf(d->turns.at, sizeof d->turns.at, "input[%zu]", i);
         /* AI SDKs leave the type out of a reference, as the API allows. */
         if (hx_str_is(type, "item_reference") ||
             (type.p == NULL && id.p != NULL && hx_json_len(item) == 1)) {
             rc = id.p != NULL ? take_reference(d, id)
-                              : refuse_at(d, ".id", hx_json_get(item, "id"),
-                                          HX_JSON_STRING, "a string");
+                              : hx_turns_refuse(&d->turns, ".id", hx_json_get(item, "id"),
+                                                HX_JSON_STRING, "a string");
             continue;
         }
         if ((rc = take_item(d, item)) == 0)
@@ -539,12 +522,12 @@ static int take_tool(reader *d, const hx_json *tool, hx_str space)
                             .custom = hx_str_is(type, "custom") };
 
     if (hx_json_kind(tool) != HX_JSON_OBJECT)
-        return refuse_at(d, "", tool, HX_JSON_OBJECT, "an object");
+        return hx_turns_refuse(&d->turns, "", tool, HX_JSON_OBJECT, "an object");
     if (!t.custom && !hx_str_is(type, "function"))
         return 0;
     if (t.name.n == 0)
-        return refuse_at(d, ".name", hx_json_get(tool, "name"), HX_JSON_STRING,
-                         "a string that is not empty");
+        return hx_turns_refuse(&d->turns, ".name", hx_json_get(tool, "name"),
+                               HX_JSON_STRING, "a string that is not empty");
     t.shown = join_names(d->c, space, t.name);
     if (t.shown.p == NULL)
         return hx_server_no_memory(d->c);
@@ -565,11 +548,11 @@ static int take_tool_list(reader *d, const char *field, const hx_json *tools)
         const hx_json *t = hx_json_at(tools, i), *inner = hx_json_get(t, "tools");
         const bool space = hx_str_is(hx_json_str(hx_json_get(t, "type")), "namespace");
 
-        snprintf(d->at, sizeof d->at, "%s[%zu]", field, i);
+        snprintf(d->turns.at, sizeof d->turns.at, "%s[%zu]", field, i);
         if (!space)
             rc = take_tool(d, t, (hx_str) { NULL, 0 });
         for (size_t j = 0; space && rc == 0 && j < hx_json_len(inner); j++) {
-            snprintf(d->at, sizeof d->at, "%s[%zu].tools[%zu]", field, i, j);
+            snprintf(d->turns.at, sizeof d->turns.at, "%s[%zu].tools[%zu]", field, i, j);
             rc = take_tool(d, hx_json_at(inner, j), hx_json_str(hx_json_get(t, "name")));
         }
     }
@@ -963,12 +946,13 @@ static hx_str get_query(const hx_call *c, const char *name)
 
 static int retrieve_inputs(hx_call *c, hx_str id)
 {
-    const hx_str limit = get_query(c, "limit");
+    const hx_str limit = get_query(c, "limit"), order = get_query(c, "order");
     hx_item_page page = { .limit = 20,
-                          .newest_first = !hx_str_is(get_query(c, "order"), "asc"),
+                          .newest_first = !hx_str_is(order, "asc"),
                           .after = get_query(c, "after") };
     char digits[8];
     hx_sb b = { 0 };
+    int rc;
 
     if (limit.p != NULL) {
         snprintf(digits, sizeof digits, "%.*s", (int)HX_MIN(limit.n, 7u), limit.p);
@@ -977,9 +961,18 @@ static int retrieve_inputs(hx_call *c, hx_str id)
     if (page.limit < 1 || page.limit > ITEM_PAGE_MAX)
         return hx_server_problem(c, 400, "limit", "invalid_value",
                                  "limit: expected 1..%d", ITEM_PAGE_MAX);
-    return reply_kept(
-        c, hx_response_store_inputs(hx_server_responses(c->server), id, &page, &b), id,
-        &b);
+    if (order.p != NULL && page.newest_first && !hx_str_is(order, "desc"))
+        return hx_server_problem(c, 400, "order", "invalid_value",
+                                 "order: found \"%.*s\", expected asc or desc",
+                                 (int)HX_MIN(order.n, 40u), order.p);
+    rc = hx_response_store_inputs(hx_server_responses(c->server), id, &page, &b);
+    if (rc == HX_EFORMAT) {
+        hx_sb_free(&b);
+        return hx_server_problem(c, 400, "after", "invalid_value",
+                                 "after: no item \"%.*s\" of this response",
+                                 (int)HX_MIN(page.after.n, 80u), page.after.p);
+    }
+    return reply_kept(c, rc, id, &b);
 }
 
 int hx_responses_retrieve(hx_call *c)

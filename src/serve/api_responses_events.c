@@ -10,10 +10,12 @@
 
 /* ---- items ------------------------------------------------------------------ */
 
+/* One that nobody closed was in the making when the answer broke. */
 static bool is_cut(const hx_responder *r, int32_t i)
 {
-    return r->ended && i == r->blocks.n - 1 &&
-           (r->stop == HX_STOP_LENGTH || r->stop == HX_STOP_CANCEL);
+    return i == r->blocks.n - 1 &&
+           (r->blocks.open ||
+            (r->ended && (r->stop == HX_STOP_LENGTH || r->stop == HX_STOP_CANCEL)));
 }
 
 /* Whether a call was complete when the answer was cut is not known here; who runs tools

@@ -404,26 +404,6 @@ static int on_end(void *ud, int rc)
     return rc;
 }
 
-/* max_new_tokens 0: every answer ends before it begins. */
-static int end_all(request *t)
-{
-    const int64_t now = hx_now_us();
-    hx_sb out = { 0 };
-
-    for (int32_t i = 0; i < t->n_answer; i++)
-        on_event(t,
-                 &(hx_gen_event) { .kind = HX_GEN_END,
-                                   .index = i,
-                                   .stop = HX_STOP_LENGTH,
-                                   .stop_index = -1,
-                                   .times = { now, now, now, now } },
-                 &out);
-    if (t->req.stream)
-        hx_http_send(t->c->x, (hx_str) { out.p, out.n });
-    hx_sb_free(&out);
-    return on_end(t, 0);
-}
-
 /* ---- one request -------------------------------------------------------- */
 
 /* Names the place of a field that was refused inside another. */
@@ -575,11 +555,10 @@ static int answer_request(request *t)
         hx_server_begin_stream(t->c, (hx_str) { NULL, 0 });
         hx_http_send(t->c->x, HX_STR(""));
     }
-    if (t->no_answer)
-        return end_all(t);
-    return hx_gen_start(
-        gen, &(hx_gen_sink) {
-                 .event = on_event, .end = on_end, .ud = t, .stream = t->req.stream });
+    const hx_gen_sink sink = {
+        .event = on_event, .end = on_end, .ud = t, .stream = t->req.stream
+    };
+    return t->no_answer ? hx_gen_none(t->c, &t->req, &sink) : hx_gen_start(gen, &sink);
 }
 
 static int score_and_answer(hx_call *c)

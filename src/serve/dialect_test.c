@@ -982,6 +982,7 @@ static void test_engine_error(void **state)
     assert_str(last(e), "response.error.code", "engine_error");
     assert_non_null(strstr(str_at(last(e), "response.error.message"), "broke"));
     assert_str(last(e), "response.output.0.content.0.text", "a");
+    assert_str(last(e), "response.output.0.status", "incomplete");
     snprintf(path, sizeof path, "/v1/responses/%s", str_at(last(e), "response.id"));
     free_events(e);
     done(r);
@@ -1083,6 +1084,9 @@ static void test_cancel(void **state)
 
 static void test_previous(void **state)
 {
+    static const char *const wrong[][2] = { { "limit", "0" },
+                                            { "order", "newest" },
+                                            { "after", "msg_1" } };
     fixture *f = start(&quick, 4, 16, 8192);
     char more[200];
     response *a, *b, *r;
@@ -1111,11 +1115,14 @@ static void test_previous(void **state)
     assert_str(r->json, "last_id", str_at(a->json, "output.0.id"));
     assert_true(hx_json_bool(at(r->json, "has_more"), false));
     done(r);
-    snprintf(more, sizeof more, "/v1/responses/%s/input_items?limit=0",
-             str_at(b->json, "id"));
-    r = request(f, "GET", more, NULL);
-    assert_int_equal(r->status, 400);
-    done(r);
+    for (size_t i = 0; i < HX_LEN(wrong); i++) {
+        snprintf(more, sizeof more, "/v1/responses/%s/input_items?%s=%s",
+                 str_at(b->json, "id"), wrong[i][0], wrong[i][1]);
+        r = request(f, "GET", more, NULL);
+        assert_int_equal(r->status, 400);
+        assert_str(r->json, "error.param", wrong[i][0]);
+        done(r);
+    }
     done(a);
     done(b);
     stop(f);

@@ -43,7 +43,7 @@ struct hx_gen {
     hx_gen_sink sink;
     hx_http_state client; /* as the last flush() found it */
     const answer *now;    /* whose reply pieces arrive */
-    int64_t comment_us;   /* when the last comment was written */
+    int64_t comment_us;   /* when the last comment was written; 0: not yet */
     hx_sb out, text;      /* for the client; scratch */
 
     hx_pump *pump;
@@ -477,6 +477,8 @@ static void take_progress(hx_gen *g, const answer *a, const hx_event *ev)
             &g->out);
         return;
     }
+    if (g->comment_us == 0 && (ev->times.started_us != 0 || g->sink.waiting.n > 0))
+        g->comment_us = now; /* but who queues hears where, at once */
     if (now - g->comment_us < (g->sink.waiting.n > 0 ? EVENT_US : COMMENT_US))
         return;
     g->comment_us = now;
@@ -604,6 +606,13 @@ bool hx_gen_end_thinking(hx_pump *p, hx_str id)
     return g != NULL;
 }
 
+static bool is_late(const hx_gen *g)
+{
+    const int64_t ms = g->req.sampling.deadline_ms;
+
+    return ms > 0 && hx_now_us() - g->call->start_us > ms * 1000;
+}
+
 /* No callback comes any more; one that came before has left g in the stack at most. */
 static void end(hx_gen *g, int rc, const hx_err *err)
 {
@@ -617,9 +626,12 @@ static void end(hx_gen *g, int rc, const hx_err *err)
         if (!g->answer[i].done)
             c->n_answer += g->answer[i].n_token;
     }
-    if (rc != 0 && !gone)
-        hx_server_problem(c, rc == HX_ENOMEM || rc == HX_ECANCEL ? 503 : 500, NULL,
-                          rc == HX_ECANCEL ? "shutting_down" : "engine_error", "%s",
+    if (!gone && rc == HX_ECANCEL)
+        hx_server_problem(c, 503, NULL, "shutting_down", "%s", err->msg);
+    else if (!gone && rc == HX_ELIMIT && is_late(g))
+        hx_server_problem(c, 504, NULL, "timeout", "%s", err->msg);
+    else if (!gone && rc != 0)
+        hx_server_problem(c, rc == HX_ENOMEM ? 503 : 500, NULL, "engine_error", "%s",
                           err->msg);
     g->rc = g->sink.end(g->sink.ud, gone ? HX_ECANCEL : rc == 0 ? 0 : HX_EARG);
     hx_gen_close(g);
@@ -706,7 +718,6 @@ static void on_ready(void *ud)
 int hx_gen_start(hx_gen *g, const hx_gen_sink *sink)
 {
     g->sink = *sink;
-    g->comment_us = hx_now_us();
     g->n_live = g->n_answer;
     g->pump = hx_server_pump(g->call->server);
     atomic_fetch_add(&g->pump->n_gen, 1);
@@ -717,6 +728,26 @@ int hx_gen_start(hx_gen *g, const hx_gen_sink *sink)
         hx_on_ready(g->answer[i].stream, on_ready, &g->answer[i]);
     push(g);
     return HX_LATER;
+}
+
+int hx_gen_none(hx_call *c, const hx_generate *g, const hx_gen_sink *sink)
+{
+    const int64_t now = hx_now_us();
+    hx_sb out = { 0 };
+
+    for (int32_t i = 0; i < g->n_prompt * g->n; i++)
+        sink->event(sink->ud,
+                    &(hx_gen_event) { .kind = HX_GEN_END,
+                                      .index = i,
+                                      .stop = HX_STOP_LENGTH,
+                                      .stop_index = -1,
+                                      .n_prompt = g->prompt[i / g->n].n,
+                                      .times = { now, now, now, now } },
+                    &out);
+    if (sink->stream)
+        hx_http_send(c->x, (hx_str) { out.p, out.n });
+    hx_sb_free(&out);
+    return sink->end(sink->ud, 0);
 }
 
 int hx_gen_open_pump(hx_pump **out, hx_http *http, hx_err *err)

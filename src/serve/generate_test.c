@@ -286,7 +286,8 @@ static void test_everywhere(void **state)
           "{\"stream\":false,\"prompt\":\"" SAID "\",\"options\":{\"top_k\":0", "}}" },
     };
     static const char *const field[] = { "", ",\"loop_guard\":true", ",\"pin\":true",
-                                         ",\"pin\":false" };
+                                         ",\"pin\":false",
+                                         ",\"priority\":7,\"deadline_ms\":60000" };
     fixture *f = start(NULL, 4, 16, 8192);
 
     (void)state;

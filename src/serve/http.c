@@ -441,16 +441,33 @@ static void write_out(conn *c)
 
 /* ---- reading ---------------------------------------------------------- */
 
+static void set_exchange(conn *c)
+{
+    const hx_http_reader *in = c->in;
+
+    c->x = (hx_exchange) { .method = in->method,
+                           .path = in->path,
+                           .query = in->query,
+                           .body = { in->body.p, in->body.n },
+                           .conn = c };
+}
+
 /* The loop's own answer, after which the connection is closed. */
 static void respond(conn *c, int status, const char *why)
 {
     hx_http_head head = { .status = status, .type = "application/json" };
+    const hx_http_opt *opt = &c->h->opt;
     hx_sb body = { 0 };
 
     c->state = BUSY;
     c->keep = false;
-    hx_http_write_error(&body, status, why);
-    answer(c, &head, (hx_str) { body.p, body.n });
+    if (opt->refuse != NULL && c->in != NULL && c->in->path.n > 0) {
+        set_exchange(c);
+        opt->refuse(c->h->ud, &c->x, status, hx_http_code(status), why);
+    } else {
+        hx_http_write_error(&body, status, why);
+        answer(c, &head, (hx_str) { body.p, body.n });
+    }
     hx_sb_free(&body);
     write_out(c);
 }
@@ -477,11 +494,7 @@ static void dispatch(conn *c)
     c->head_only = in->head_only;
     c->keep = in->keep_alive;
     atomic_store(&c->gone, c->eof);
-    c->x = (hx_exchange) { .method = in->method,
-                           .path = in->path,
-                           .query = in->query,
-                           .body = { in->body.p, in->body.n },
-                           .conn = c };
+    set_exchange(c);
     if (hx_str_is(in->method, "OPTIONS"))
         preflight(c);
     else
@@ -494,7 +507,7 @@ static bool is_admitted(conn *c)
 {
     const hx_http *h = c->h;
 
-    c->x = (hx_exchange) { .method = c->in->method, .path = c->in->path, .conn = c };
+    set_exchange(c);
     return h->opt.admit == NULL || hx_str_is(c->x.method, "OPTIONS") ||
            h->opt.admit(h->ud, &c->x);
 }

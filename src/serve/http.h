@@ -67,6 +67,7 @@ typedef struct {
 } hx_http_head;
 
 void hx_http_write_head(hx_sb *b, const hx_http_head *h);
+const char *hx_http_code(int status); /* what clients see as error.code */
 /* The JSON object of an error that the transport itself found, and the whole answer. */
 void hx_http_write_error(hx_sb *b, int status, const char *why);
 /* The extra headers of the answer to a preflight; wanted: the headers it asks for. */

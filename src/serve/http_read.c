@@ -349,7 +349,7 @@ static void read_head(hx_http_reader *r)
         read_headers(r);
     if (r->state == HX_READ_HEAD)
         execute(r, r->head.p, r->head.n);
-    if (r->state == HX_READ_HEAD)
+    if (target.n > 0 && r->method.n > 0) /* of a refused one, too: its answer's shape */
         read_target(r, r->head.p + (target.p - r->head.p), target.n);
     if (r->state == HX_READ_HEAD)
         r->state = HX_READ_BODY;

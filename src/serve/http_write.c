@@ -5,7 +5,6 @@
 
 #include <time.h>
 
-/* code is what clients see as error.code. */
 static const struct {
     int status;
     const char *reason, *code;
@@ -41,6 +40,13 @@ static size_t find_status(int status)
     while (i < HX_LEN(statuses) && statuses[i].status != status)
         i++;
     return i;
+}
+
+const char *hx_http_code(int status)
+{
+    const size_t i = find_status(status);
+
+    return i < HX_LEN(statuses) ? statuses[i].code : "error";
 }
 
 bool hx_http_has_body(int status)
@@ -94,15 +100,13 @@ void hx_http_write_head(hx_sb *b, const hx_http_head *h)
 
 void hx_http_write_error(hx_sb *b, int status, const char *why)
 {
-    const size_t i = find_status(status);
-
     hx_sb_str(b, "{\"error\":{\"message\":");
     hx_json_put_str(b, hx_str_c(why));
     hx_sb_printf(b, ",\"type\":\"%s\",\"param\":null,\"code\":\"%s\"}}",
                  status == 401  ? "authentication_error"
                  : status < 500 ? "invalid_request_error"
                                 : "server_error",
-                 i < HX_LEN(statuses) ? statuses[i].code : "error");
+                 hx_http_code(status));
 }
 
 /* Clients name their own headers (anthropic-*, x-stainless-*), for which there is no

@@ -286,7 +286,7 @@ static int read_bias(hx_call *c, hx_request *r)
 static int read_integers(hx_call *c, hx_generate *g)
 {
     hx_request *r = &g->sampling;
-    int64_t top_k = r->top_k, n = 1, seed, priority = 0;
+    int64_t top_k = r->top_k, n = 1, seed;
     int rc;
 
     seed = (int64_t)(hx_server_random(c->server) >> 1);
@@ -296,14 +296,10 @@ static int read_integers(hx_call *c, hx_generate *g)
         (rc = hx_params_int(c, c->body, "min_tokens", 0, INT32_MAX, &r->min_new)) != 0 ||
         (rc = hx_params_int(c, c->body, "top_k", -1, INT32_MAX, &top_k)) != 0 ||
         (rc = hx_params_int(c, c->body, "n", 1, N_MAX, &n)) != 0 ||
-        (rc = hx_params_int(c, c->body, "priority", -1000, 1000, &priority)) != 0 ||
-        (rc = hx_params_int(c, c->body, "deadline_ms", 0, INT32_MAX, &r->deadline_ms)) !=
-            0 ||
         (rc = hx_params_int(c, c->body, "seed", INT64_MIN + 1, INT64_MAX, &seed)) != 0)
         return rc;
     r->top_k = (int32_t)HX_MAX(top_k, 0);
     r->seed = (uint64_t)seed;
-    r->priority = (int32_t)-priority; /* as vLLM: the smaller goes first */
     g->n = (int32_t)n;
     return 0;
 }
@@ -530,18 +526,22 @@ int hx_params_shared(hx_call *c, const hx_json *obj, hx_generate *g)
     hx_json *body = c->body;
     hx_request *r = &g->sampling;
     bool skip_special = !g->keep_special, pin = false;
+    int64_t priority = 0;
     int rc;
 
     c->body = (hx_json *)(uintptr_t)obj;
     if ((rc = read_numbers(c, r)) == 0 && (rc = read_stop(c, r)) == 0 &&
         (rc = read_stop_ids(c, r)) == 0 && (rc = read_bias(c, r)) == 0 &&
         (rc = hx_params_bool(c, obj, "ignore_eos", &r->ignore_eos)) == 0 &&
+        (rc = hx_params_int(c, obj, "priority", -1000, 1000, &priority)) == 0 &&
+        (rc = hx_params_int(c, obj, "deadline_ms", 0, INT32_MAX, &r->deadline_ms)) == 0 &&
         (rc = hx_params_bool(c, obj, "loop_guard", &g->loop_guard)) == 0 &&
         (rc = hx_params_bool(c, obj, "pin", &pin)) == 0)
         rc = hx_params_bool(c, obj, "skip_special_tokens", &skip_special);
     c->body = body;
     g->keep_special = !skip_special;
     r->pin = pin;
+    r->priority = (int32_t)-priority; /* as vLLM: the smaller goes first */
     g->unpin = !pin && hx_params_get(obj, "pin") != NULL;
     /* The engine takes 0 for off; asked for, it means the smallest nucleus: one token. */
     if (r->top_p == 0 && hx_params_get(obj, "top_p") != NULL)

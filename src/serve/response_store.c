@@ -441,6 +441,7 @@ int hx_response_store_inputs(hx_responses *s, hx_str id, const hx_item_page *pag
         put_id(out, "last_id", l.last);
         hx_sb_printf(out, ",\"has_more\":%s}", l.more ? "true" : "false");
         out->bad = out->bad || l.data.bad;
+        rc = l.past ? 0 : HX_EFORMAT;
     }
     pthread_mutex_unlock(&s->lock);
     hx_sb_free(&l.data);

@@ -69,6 +69,10 @@ typedef struct {
     /* Loop thread, before a body that is still to come: false answers 401 at once, so that
      * strangers cannot make the server read. NULL: all bodies are read. */
     bool (*admit)(void *ud, const struct hx_exchange *x);
+    /* Loop thread: answers with hx_http_reply() a request that is refused before it is all
+     * there, as clients of its path want it. NULL, or no path: as OpenAI does. */
+    void (*refuse)(void *ud, struct hx_exchange *x, int status, const char *code,
+                   const char *why);
     void (*on_stop)(void *ud); /* loop thread, after hx_http_stop(); may be NULL */
     int32_t stall_ms; /* [60 s] without taking a byte of what waits, then closed */
 } hx_http_opt;
@@ -357,6 +361,9 @@ int hx_gen_check(hx_call *c, const hx_generate *g);
 int hx_gen_open(hx_gen **out, hx_call *c, const hx_generate *g);
 /* The pump takes over the call and finishes it. Returns HX_LATER. */
 int hx_gen_start(hx_gen *g, const hx_gen_sink *sink);
+/* Instead of both, where no token is wanted: all answers end at once. Returns what
+ * sink->end() does. */
+int hx_gen_none(hx_call *c, const hx_generate *g, const hx_gen_sink *sink);
 void hx_gen_close(hx_gen *g); /* cancels what still runs */
 /* Ends the answers of a started one where they are. Any thread, but not once sink.end()
  * is called. */
@@ -544,6 +551,7 @@ typedef struct {
     int64_t n;
     hx_sb reasoning, content, calls; /* of the assistant's turn */
     bool open;
+    char at[96]; /* what the dialect has in hand: "messages[3].content[0]" */
 } hx_turns;
 
 /* A field of chat completions, and what the dialect calls it. */
@@ -553,6 +561,11 @@ typedef struct {
 
 void hx_turns_open(hx_turns *t, hx_call *c);
 void hx_turns_free(hx_turns *t);
+/* Problems with a field of what is in hand; the first as hx_params_refuse(), the second:
+ * its value is no good, and why. */
+int hx_turns_refuse(hx_turns *t, const char *field, const hx_json *found,
+                    hx_json_type wanted, const char *expected);
+int hx_turns_bad(hx_turns *t, const char *field, const char *why);
 void hx_turns_say(hx_turns *t, const char *role, hx_str text); /* system or user */
 void hx_turns_assistant(hx_turns *t, hx_str text);
 void hx_turns_reasoning(hx_turns *t, hx_str text);
@@ -632,7 +645,8 @@ typedef struct {
     bool newest_first;
     hx_str after; /* id of the item before the first, or {NULL, 0} */
 } hx_item_page;
-/* A list object of the items that a response went on from. */
+/* A list object of the items that a response went on from. HX_EFORMAT: after is none of
+ * them. */
 int hx_response_store_inputs(hx_responses *s, hx_str id, const hx_item_page *page,
                              hx_sb *out);
 

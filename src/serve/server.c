@@ -158,13 +158,19 @@ static void reply_problem(hx_call *c, const char *headers)
     hx_sb_free(&b);
 }
 
-/* When to come again: what one more request would wait by now, 2 to 600 seconds. */
+/* When to come again, 2 to 600 seconds: what one more request would wait by now, or what
+ * is left of loading at the rate so far. */
 static const char *retry_after(const hx_server *s, char out[40])
 {
+    const double done = (double)atomic_load(&s->load_done),
+                 all = (double)atomic_load(&s->load_total);
     hx_status st = { 0 };
 
     if (atomic_load(&s->ready))
         hx_get_status(s->engine, &st);
+    else if (done > 0)
+        st.wait_ms = (int64_t)HX_MIN(
+            (double)(hx_now_us() - s->open_us) / 1e3 * (all - done) / done, 1e6);
     snprintf(out, 40, "Retry-After: %lld\r\n",
              (long long)HX_MIN(HX_MAX((st.wait_ms + 999) / 1000, 2), 600));
     return out;
@@ -342,13 +348,18 @@ static void write_model(hx_sb *b, const hx_server *s)
         calls ? "true" : "false", calls ? "true" : "false", calls ? "true" : "false");
 }
 
+/* Codex says its version, and an error whenever a list of its own is missing. */
 static int models(hx_call *c)
 {
+    static const char codex[] = "client_version=";
+    const hx_str q = c->x->query;
     hx_sb b = { 0 };
 
     hx_sb_str(&b, "{\"object\":\"list\",\"data\":[");
     write_model(&b, c->server);
-    hx_sb_str(&b, "]}");
+    hx_sb_str(&b, q.n > 0 && memmem(q.p, q.n, codex, sizeof codex - 1) != NULL
+                      ? "],\"models\":[]}"
+                      : "]}");
     hx_server_reply_json(c, &b);
     hx_sb_free(&b);
     return 0;
@@ -573,18 +584,34 @@ static bool path_matches(const char *pattern, hx_str path)
     return hx_str_is(path, pattern);
 }
 
+static hx_str without_v1(hx_str path)
+{
+    if (path.n == 3 && memcmp(path.p, "/v1", 3) == 0)
+        return HX_STR("/");
+    if (path.n > 3 && memcmp(path.p, "/v1/", 4) == 0)
+        return (hx_str) { path.p + 3, path.n - 3 };
+    return path;
+}
+
+/* "GET, DELETE" */
+static void list_methods(hx_str path, char out[40])
+{
+    size_t n = 0;
+
+    path = without_v1(path);
+    out[0] = '\0';
+    for (size_t i = 0; i < HX_LEN(routes); i++)
+        if (path_matches(routes[i].path, path) && strstr(out, routes[i].method) == NULL)
+            n += (size_t)snprintf(out + n, 40 - n, "%s%s", n > 0 ? ", " : "",
+                                  routes[i].method);
+}
+
 /* The path's row for the method; else one of its rows for another; else NULL. */
 static const route *find_route(hx_str method, hx_str path)
 {
     const route *other = NULL;
 
-    if (path.n >= 3 && memcmp(path.p, "/v1", 3) == 0 &&
-        (path.n == 3 || path.p[3] == '/')) {
-        path.p += 3;
-        path.n -= 3;
-        if (path.n == 0)
-            path = HX_STR("/");
-    }
+    path = without_v1(path);
     for (size_t i = 0; i < HX_LEN(routes); i++) {
         if (!path_matches(routes[i].path, path))
             continue;
@@ -685,14 +712,18 @@ static int loading(hx_call *c)
 /* Notes why a request cannot be handed to a worker; 0 when it can. */
 static int refuse(hx_server *s, const hx_exchange *x, const route *r, hx_call *c)
 {
+    char methods[40];
+
     if (check_key(s, r, c) != 0)
         return HX_EARG;
     if (r == NULL)
         return hx_server_problem(c, 404, NULL, "not_found", "no such path: %.*s",
                                  (int)HX_MIN(x->path.n, 100u), x->path.p);
-    if (!hx_str_is(x->method, r->method))
+    if (!hx_str_is(x->method, r->method)) {
+        list_methods(x->path, methods);
         return hx_server_problem(c, 405, NULL, "method_not_allowed", "%.*s takes %s only",
-                                 (int)HX_MIN(x->path.n, 100u), x->path.p, r->method);
+                                 (int)HX_MIN(x->path.n, 100u), x->path.p, methods);
+    }
     if (!r->early && r->form == NULL && !atomic_load(&s->ready))
         return loading(c);
     if (atomic_load(&s->draining) && !r->early)
@@ -721,23 +752,62 @@ static bool is_below(hx_str path, const char *folder)
     return path.n > n && memcmp(path.p, folder, n) == 0;
 }
 
+/* The call of an exchange, with the shape of its errors. */
+static void init_call(hx_call *c, hx_server *s, hx_exchange *x, const route *r)
+{
+    *c = (hx_call) { .server = s, .x = x, .start_us = hx_now_us() };
+    snprintf(c->method, sizeof c->method, "%.*s", (int)HX_MIN(x->method.n, 15u),
+             x->method.p);
+    snprintf(c->path, sizeof c->path, "%.*s", (int)HX_MIN(x->path.n, 199u), x->path.p);
+    hx_server_new_id(s, "req_", x->request_id);
+    if (r != NULL)
+        c->put_problem = r->problem;
+    else if (is_below(x->path, "/api/"))
+        c->put_problem = hx_ollama_write_problem;
+    else if (is_below(x->path, "/v1/messages/") || is_below(x->path, "/messages/"))
+        c->put_problem = hx_anthropic_write_problem;
+}
+
+/* Logs and says why a request goes no further; loop thread. */
+static void turn_away(hx_call *c)
+{
+    char methods[40], allow[80];
+
+    c->status = c->problem.status;
+    log_call(c);
+    if (c->status == 405) {
+        list_methods(c->x->path, methods);
+        snprintf(allow, sizeof allow, "Allow: %s%s, OPTIONS\r\n", methods,
+                 strstr(methods, "GET") != NULL ? ", HEAD" : "");
+        reply_problem(c, allow);
+    } else if (c->status == 401) {
+        reply_problem(c, "WWW-Authenticate: Bearer\r\n");
+    } else {
+        hx_server_reply_problem(c);
+    }
+}
+
+/* For http.c. A stranger hears of the key alone. */
+static void refuse_early(void *ud, hx_exchange *x, int status, const char *code,
+                         const char *why)
+{
+    const route *r = find_route(x->method, x->path);
+    hx_call c;
+
+    init_call(&c, ud, x, r);
+    if (check_key(ud, r, &c) == 0)
+        hx_server_problem(&c, status, NULL, code, "%s", why);
+    turn_away(&c);
+}
+
 /* The handler of http.c; loop thread. */
 static void route_request(void *ud, hx_exchange *x)
 {
     hx_server *s = ud;
     const route *r = find_route(x->method, x->path);
-    hx_call c = { .server = s, .x = x, .start_us = hx_now_us() };
+    hx_call c;
 
-    snprintf(c.method, sizeof c.method, "%.*s", (int)HX_MIN(x->method.n, 15u),
-             x->method.p);
-    snprintf(c.path, sizeof c.path, "%.*s", (int)HX_MIN(x->path.n, 199u), x->path.p);
-    hx_server_new_id(s, "req_", x->request_id);
-    if (r != NULL)
-        c.put_problem = r->problem;
-    else if (is_below(x->path, "/api/"))
-        c.put_problem = hx_ollama_write_problem;
-    else if (is_below(x->path, "/v1/messages/") || is_below(x->path, "/messages/"))
-        c.put_problem = hx_anthropic_write_problem;
+    init_call(&c, s, x, r);
     if (refuse(s, x, r, &c) == 0) {
         if (r->early) {
             answer_early(&c, r);
@@ -750,15 +820,7 @@ static void route_request(void *ud, hx_exchange *x)
             return;
         hx_server_problem(&c, 503, NULL, "out_of_memory", "server: no worker is free");
     }
-    c.status = c.problem.status;
-    log_call(&c);
-    if (c.status == 405)
-        reply_problem(&c, r->method[0] == 'G' ? "Allow: GET, HEAD, OPTIONS\r\n"
-                                              : "Allow: POST, OPTIONS\r\n");
-    else if (c.status == 401)
-        reply_problem(&c, "WWW-Authenticate: Bearer\r\n");
-    else
-        hx_server_reply_problem(&c);
+    turn_away(&c);
 }
 
 /* ---- workers ----------------------------------------------------------- */
@@ -1005,6 +1067,7 @@ int hx_server_open(hx_server **out, const hx_server_opt *opt, hx_err *err)
                                .tls_key = opt->tls_key,
                                .cors = opt->cors,
                                .admit = admit,
+                               .refuse = refuse_early,
                                .on_stop = end_held,
                                .max_body_bytes = opt->max_body_bytes,
                                .max_connections = opt->max_connections,

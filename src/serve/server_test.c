@@ -37,6 +37,10 @@ static void test_loading(void **state)
     assert_str(r->json, "error.code", "model_loading");
     assert_str(r->json, "error.type", "server_error");
     done(r);
+    hx_server_set_loading(f.server, 1, 100000000);
+    r = post(&f, "/v1/chat/completions", "{}");
+    assert_non_null(strstr(r->raw.p, "Retry-After: 600"));
+    done(r);
     r = request(&f, "GET", "/", NULL);
     assert_int_equal(r->status, 200);
     done(r);
@@ -100,6 +104,7 @@ static void test_routes(void **state)
         { "GET", "/health", NULL, 200, "ok" },
         { "GET", "/v1/models", NULL, 200, "\"fake\"" },
         { "GET", "/models/", NULL, 200, "\"fake\"" },
+        { "GET", "/v1/models?client_version=0.160.0", NULL, 200, "}],\"models\":[]}" },
         { "GET", "/v1/models/fake", NULL, 200, "\"max_model_len\":4096" },
         { "GET", "/v1/models/other", NULL, 404, "model_not_found" },
         { "GET", "/metrics", NULL, 200, "hoist_requests_running" },
@@ -121,6 +126,7 @@ static void test_routes(void **state)
         { "POST", "/detokenize", "{\"tokens\":\"x\"}", 400, "\"tokens\"" },
         { "POST", "/v1/chat/completions/",
           "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}]}", 200, "ok" },
+        { "PUT", "/v1/responses/x", "", 405, "takes GET, DELETE, POST only" },
         { "POST", "/chat/completions",
           "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}]}", 200, "ok" },
         { "POST", "/completions", "{\"prompt\":\"x\"}", 200, "text_completion" },
@@ -175,6 +181,49 @@ static void test_key(void **state)
             assert_str(r->json, "error.code", "invalid_api_key");
         else if (i > 0)
             assert_str(r->json, "data.0.id", "mine");
+        done(r);
+    }
+    stop(f);
+}
+
+/* What is refused before its body has come is refused in the words of its path's API. */
+static void test_early(void **state)
+{
+#define KEY "x-api-key: secret\r\n"
+#define BIG "Content-Length: 40000000\r\n"
+    static const struct {
+        const char *path, *headers;
+        int status;
+        const char *at, *says;
+    } cases[] = {
+        { "/v1/messages", KEY BIG, 413, "error.type", "request_too_large" },
+        { "/v1/messages", BIG, 401, "error.type", "authentication_error" },
+        { "/v1/messages", "Content-Length: 9\r\n", 401, "type", "error" },
+        { "/api/chat", KEY BIG, 413, "error",
+          "request body of more than 33554432 bytes" },
+        { "/api/chat", "Content-Length: 9\r\n", 401, "error",
+          "API key: missing or wrong; send Authorization: Bearer KEY" },
+        { "/api/none", KEY BIG, 413, "error",
+          "request body of more than 33554432 bytes" },
+        { "/v1/chat/completions", KEY BIG, 413, "error.code", "request_too_large" },
+        { "/flush_cache", KEY "Content-Length: 9\r\n", 403, "error.code", "forbidden" },
+    };
+#undef KEY
+#undef BIG
+    fixture *f =
+        start(&(hx_server_opt) { .api_key = "secret", .admin_key = "admin" }, 1, 1, 100);
+
+    (void)state;
+    for (size_t i = 0; i < HX_LEN(cases); i++) {
+        const int fd = dial(f->port);
+
+        send_request(fd, "POST", cases[i].path, cases[i].headers, NULL);
+        response *r = receive(fd);
+        assert_int_equal(r->status, cases[i].status);
+        assert_str(r->json, cases[i].at, cases[i].says);
+        assert_int_equal(strstr(r->raw.p, "\r\nWWW-Authenticate: Bearer") != NULL,
+                         r->status == 401);
+        assert_non_null(strstr(r->raw.p, "\r\nrequest-id: req_"));
         done(r);
     }
     stop(f);
@@ -819,6 +868,8 @@ static void test_completions_refused(void **state)
 
 /* ---- other dialects ------------------------------------------------------ */
 
+#define NEVER "\"[[{prefill=60000}a]]\"" /* beside a deadline */
+
 static void test_dialects(void **state)
 {
     static const struct {
@@ -840,6 +891,9 @@ static void test_dialects(void **state)
           "\"logprob_start_len\":1,\"sampling_params\":{\"max_new_tokens\":0}}",
           200, "\"input_token_logprobs\":[[null,98,null],[-1,91,null],[-1,91,null]" },
         { "/v1/embeddings", "{\"input\":\"ab\"}", 200, "\"embedding\":[0.44721359" },
+        { "/v1/embeddings", "{\"input\":\"ab\",\"dimensions\":2}", 200, "[0.44721359" },
+        { "/v1/embeddings", "{\"input\":\"ab\",\"dimensions\":1}", 400,
+          "have 2 numbers" },
         { "/v1/embeddings", "{\"input\":[\"ab\",\"c\"],\"encoding_format\":\"base64\"}",
           200, "\"index\":1,\"embedding\":\"LvnkPi75ZD8=\"" },
         { "/v1/completions", "{\"prompt\":\"a\",\"suffix\":\"b\"}", 400,
@@ -853,6 +907,19 @@ static void test_dialects(void **state)
         { "/api/chat", "{\"messages\":7}", 400, "{\"error\":\"messages" },
         { "/api/chat", "{" USER ",\"stream\":1}", 400, "{\"error\":\"stream" },
         { "/api/nothing", "{}", 404, "{\"error\":\"no such path" },
+        { "/v1/completions", "{\"prompt\":" NEVER ",\"deadline_ms\":30}", 504,
+          "\"type\":\"server_error\",\"param\":null,\"code\":\"timeout\"" },
+        { "/v1/messages",
+          "{\"max_tokens\":9,\"messages\":[{\"role\":\"user\",\"content\":" NEVER
+          "}],\"deadline_ms\":30}",
+          504, "\"type\":\"timeout_error\"" },
+        { "/v1/responses", "{\"input\":" NEVER ",\"deadline_ms\":30,\"stream\":true}",
+          200, "\"code\":\"timeout\"" },
+        { "/generate", "{\"text\":" NEVER ",\"sampling_params\":{\"deadline_ms\":30}}",
+          504, "\"code\":\"timeout\"" },
+        { "/api/generate",
+          "{\"prompt\":" NEVER ",\"options\":{\"deadline_ms\":30},\"stream\":false}", 504,
+          "{\"error\":\"deadline: it has passed\"}" },
         { "/apply-template", "{" USER "}", 200, "{\"prompt\":\"user:x;<think>\"}" },
     };
     fixture *f = start(NULL, 4, 16, 4096);
@@ -930,7 +997,8 @@ static void test_queue_full(void **state)
 {
     fixture *f = start(NULL, 1, 1, 4096);
     const int a = dial(f->port), b = dial(f->port);
-    static const char slow[] = "{\"prompt\":\"[[{prefill=60000}a|b]]\"}";
+    static const char slow[] = "{\"prompt\":\"[[{prefill=60000}a|b]]\"}",
+                      later[] = "{\"prompt\":\"[[a]]\",\"stream\":true}";
     static const struct {
         const char *path, *body;
     } refused[] = {
@@ -942,13 +1010,21 @@ static void test_queue_full(void **state)
         { "/v1/chat/completions",
           "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}],\"stream\":true}" },
     };
+    char head[2000] = "";
+    size_t n = 0;
     response *r;
 
     (void)state;
     send_request(a, "POST", "/v1/completions", NULL, slow);
     wait_state(f, 1, 0);
-    send_request(b, "POST", "/v1/completions", NULL, slow);
+    send_request(b, "POST", "/v1/completions", NULL, later);
     wait_state(f, 1, 1);
+    while (strstr(head, ": queue 1\n\n") == NULL) { /* who waits hears where, at once */
+        const ssize_t more = recv(b, head + n, sizeof head - 1 - n, 0);
+
+        assert_true(more > 0);
+        n += (size_t)more;
+    }
     for (size_t i = 0; i < HX_LEN(refused); i++) {
         r = post(f, refused[i].path, refused[i].body);
         assert_int_equal(r->status, 429);
@@ -1493,7 +1569,7 @@ int main(void)
         cmocka_unit_test(test_slow_client), cmocka_unit_test(test_vanish),
         cmocka_unit_test(test_many),        cmocka_unit_test(test_cost),
         cmocka_unit_test(test_drain),       cmocka_unit_test(test_cut_off),
-        cmocka_unit_test(test_no_leaks),
+        cmocka_unit_test(test_early),       cmocka_unit_test(test_no_leaks),
     };
 
     return cmocka_run_group_tests_name("server", tests, NULL, NULL);

@@ -24,6 +24,23 @@ void hx_turns_free(hx_turns *t)
     hx_sb_free(&t->calls);
 }
 
+int hx_turns_refuse(hx_turns *t, const char *field, const hx_json *found,
+                    hx_json_type wanted, const char *expected)
+{
+    char param[192];
+
+    snprintf(param, sizeof param, "%s%s", t->at, field);
+    return hx_params_refuse(t->c, param, found, wanted, expected);
+}
+
+int hx_turns_bad(hx_turns *t, const char *field, const char *why)
+{
+    char param[192];
+
+    snprintf(param, sizeof param, "%s%s", t->at, field);
+    return hx_server_problem(t->c, 400, param, "invalid_value", "%s: %s", param, why);
+}
+
 static void put_sb(hx_turns *t, const char *name, hx_sb *text)
 {
     hx_sb_printf(&t->b, ",\"%s\":", name);

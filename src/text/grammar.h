@@ -1,7 +1,7 @@
 /* grammar.h - constrained decoding: which tokens may come next. Part of text.h.
  *
  * A grammar is compiled from a JSON schema, a regular expression, GBNF rules, a list of
- * choices or a tree of pieces. It holds a byte-level pushdown automaton and a bounded
+ * choices or a list of tools. It holds a byte-level pushdown automaton and a bounded
  * cache of the states met so far with their masks. A matcher is a place in it: a plain
  * value of fixed size, so going back is assigning an older copy. Nothing allocates after
  * hx_grammar_open().
@@ -78,36 +78,11 @@ typedef struct hx_grammar hx_grammar;
  *   TOOLS        calls of tools in a model's own markup; docs in grammar_tools.c
  * The kinds are hx_grammar_kind of hoist.h. */
 
-/* A composed grammar, for markup around others. */
-typedef enum {
-    HX_PIECE_BYTES,          /* text as it is */
-    HX_PIECE_TOKEN,          /* the token id, special or not */
-    HX_PIECE_GRAMMAR,        /* a grammar of kind grammar from the source text */
-    HX_PIECE_ANY,            /* any UTF-8 text, also none */
-    HX_PIECE_UNTIL,          /* any UTF-8 text up to the first occurrence of text, with it */
-    HX_PIECE_SEQ,            /* all children in order */
-    HX_PIECE_ALT,            /* one of the children */
-    HX_PIECE_REPEAT          /* the children in order, min to max times (max -1: no end) */
-} hx_piece_kind;
-
-typedef struct hx_piece {
-    hx_piece_kind   kind;
-    hx_str          text;
-    hx_str          at;      /* JSON_SCHEMA: the schema is this part of the source, like
-                              * "#/properties/x"; {NULL, 0}: it is all of it */
-    hx_grammar_kind grammar;
-    int32_t         token, min, max;
-    const struct hx_piece *child;        /* [n_child] */
-    size_t          n_child;
-} hx_piece;
-
 /* Compiles. v may be NULL: then only bytes can be matched; it must outlive the grammar.
  * opt may be NULL. Errors: HX_EFORMAT (with the place), HX_EUNSUP (which construct),
  * HX_ELIMIT (which limit), HX_ENOMEM. Freed with hx_grammar_close(). */
 int  hx_grammar_open(hx_grammar **out, const hx_vocab *v, hx_grammar_kind kind,
                      hx_str source, const hx_grammar_opt *opt, hx_err *err);
-int  hx_grammar_open_pieces(hx_grammar **out, const hx_vocab *v, const hx_piece *root,
-                            const hx_grammar_opt *opt, hx_err *err);
 void hx_grammar_close(hx_grammar *g);
 
 /* ---- matcher --------------------------------------------------------- */

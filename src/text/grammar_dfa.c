@@ -18,11 +18,10 @@ typedef struct {
     hx_dfa *d;
     hx_ir *ir;
     hx_nfa nfa;
-    uint32_t first; /* the rule's first state in d */
-    hx_u32s pool;   /* NFA states of all subsets */
-    subsets set;    /* [k]: state first + k */
-    hx_u32s slot;   /* hash table of set index + 1 */
-    hx_u32s mark;   /* [NFA state] turn */
+    hx_u32s pool; /* NFA states of all subsets */
+    subsets set;  /* of the rule at hand */
+    hx_u32s slot; /* hash table of set index + 1 */
+    hx_u32s mark; /* [NFA state] turn */
     hx_u32s stack;
     hx_u32s to;    /* targets of the edge at hand */
     hx_u32s edge;  /* byte edges of the subset at hand */
@@ -64,10 +63,8 @@ static bool visit(builder *b, uint32_t s)
     if (b->mark.p[s] == b->turn)
         return true;
     b->mark.p[s] = b->turn;
-    if (!HX_PUSH(b->ir, b->stack, 1))
-        return false;
-    b->stack.p[b->stack.n - 1] = s;
-    return true;
+    HX_ADD(b->ir, b->stack, s);
+    return b->ir->rc == 0;
 }
 
 /* Appends the closure of b->to to the pool. */
@@ -84,11 +81,8 @@ static bool close_over(builder *b)
         for (uint32_t e = b->nfa.state.p[s]; e != 0; e = b->nfa.edge.p[e].next)
             if (b->nfa.edge.p[e].kind == HX_E_EPS && !visit(b, b->nfa.edge.p[e].to))
                 return false;
-        if (!matters(b, s))
-            continue;
-        if (!HX_PUSH(b->ir, b->pool, 1))
-            return false;
-        b->pool.p[b->pool.n - 1] = s;
+        if (matters(b, s))
+            HX_ADD(b->ir, b->pool, s);
     }
     return hx_ir_work(b->ir, b->stack.n);
 }
@@ -149,10 +143,8 @@ static uint32_t state_of(builder *b)
 
 static bool add_to(builder *b, uint32_t nfa_state)
 {
-    if (!HX_PUSH(b->ir, b->to, 1))
-        return false;
-    b->to.p[b->to.n - 1] = nfa_state;
-    return true;
+    HX_ADD(b->ir, b->to, nfa_state);
+    return b->ir->rc == 0;
 }
 
 /* ---- edges ----------------------------------------------------------- */
@@ -246,18 +238,14 @@ static bool collect(builder *b, uint32_t nfa_state)
     for (uint32_t e = b->nfa.state.p[nfa_state]; e != 0; e = b->nfa.edge.p[e].next) {
         const hx_nfa_edge *edge = &b->nfa.edge.p[e];
 
-        if (edge->kind == HX_E_BYTE) {
-            if (!HX_PUSH(b->ir, b->edge, 1))
-                return false;
-            b->edge.p[b->edge.n - 1] = e;
-        } else if (edge->kind != HX_E_EPS) {
-            if (!HX_PUSH(b->ir, b->other, 1))
-                return false;
-            b->other.p[b->other.n - 1] =
-                (uint64_t)(edge->kind == HX_E_TOKEN) << 63 | (uint64_t)edge->a << 32 | e;
-        }
+        if (edge->kind == HX_E_BYTE)
+            HX_ADD(b->ir, b->edge, e);
+        else if (edge->kind != HX_E_EPS)
+            HX_ADD(b->ir, b->other,
+                   (uint64_t)(edge->kind == HX_E_TOKEN) << 63 | (uint64_t)edge->a << 32 |
+                       e);
     }
-    return true;
+    return b->ir->rc == 0;
 }
 
 static void expand(builder *b, subset set)
@@ -531,8 +519,7 @@ static bool walk_start(walker *w, uint32_t rule, uint32_t turn, bool collect)
 
     if (r->counted || r->any_order) {
         for (uint32_t i = 0; collect && i < (r->counted ? 1 : r->max); i++)
-            if (HX_PUSH(w->ir, w->left, 1))
-                w->left.p[w->left.n - 1] = r->child + i;
+            HX_ADD(w->ir, w->left, r->child + i);
         return r->min == 0 || (r->counted && d->rule.p[r->child].nullable);
     }
     w->stack.n = 0;
@@ -547,8 +534,8 @@ static bool walk_start(walker *w, uint32_t rule, uint32_t turn, bool collect)
         for (uint32_t i = 0; i < s->n_call; i++) {
             const hx_call_edge *c = &d->call.p[s->call + i];
 
-            if (collect && HX_PUSH(w->ir, w->left, 1))
-                w->left.p[w->left.n - 1] = c->rule;
+            if (collect)
+                HX_ADD(w->ir, w->left, c->rule);
             if (d->rule.p[c->rule].nullable && w->mark.p[c->ret] != turn &&
                 HX_PUSH(w->ir, w->stack, 1)) {
                 w->mark.p[c->ret] = turn;

@@ -14,8 +14,7 @@ typedef HX_VEC(name) names;
 
 typedef struct {
     hx_ir *ir;
-    const char *p;
-    size_t n, i;
+    hx_scan in;
     uint32_t depth;
     names name;    /* [0] is not used */
     hx_u32s slot;  /* hash table of names: chains */
@@ -28,33 +27,28 @@ static int fail(parser *s, const char *what)
 {
     int line = 1;
 
-    for (size_t i = 0; i < s->i && i < s->n; i++)
-        line += s->p[i] == '\n';
+    for (size_t i = 0; i < s->in.i && i < s->in.n; i++)
+        line += s->in.p[i] == '\n';
     return hx_ir_fail(s->ir, HX_EFORMAT, "grammar: line %d: %s", line, what);
 }
 
-static int peek(const parser *s)
+static int peek(const parser *s, size_t ahead)
 {
-    return s->i < s->n ? (uint8_t)s->p[s->i] : -1;
+    return hx_scan_peek(&s->in, ahead);
 }
 
 static bool eat(parser *s, const char *lit)
 {
-    const size_t n = strlen(lit);
-
-    if (s->n - s->i < n || memcmp(s->p + s->i, lit, n) != 0)
-        return false;
-    s->i += n;
-    return true;
+    return hx_scan_eat(&s->in, lit);
 }
 
 static void skip_space(parser *s, bool lines)
 {
-    for (int c; (c = peek(s)) >= 0; s->i++) {
+    for (int c; (c = peek(s, 0)) >= 0; s->in.i++) {
         if (c == '#') {
-            while (peek(s) >= 0 && peek(s) != '\n' && peek(s) != '\r')
-                s->i++;
-            s->i--;
+            while (peek(s, 0) >= 0 && peek(s, 0) != '\n' && peek(s, 0) != '\r')
+                s->in.i++;
+            s->in.i--;
         } else if (c != ' ' && c != '\t' && !(lines && (c == '\n' || c == '\r'))) {
             return;
         }
@@ -71,10 +65,10 @@ static bool is_word(int c)
 
 static hx_str read_name(parser *s)
 {
-    hx_str w = { s->p + s->i, 0 };
+    hx_str w = { s->in.p + s->in.i, 0 };
 
-    while (is_word(peek(s))) {
-        s->i++;
+    while (is_word(peek(s, 0))) {
+        s->in.i++;
         w.n++;
     }
     if (w.n == 0)
@@ -114,17 +108,12 @@ static uint32_t read_hex(parser *s, int n)
     uint32_t v = 0;
 
     for (int i = 0; i < n; i++) {
-        const int c = peek(s), letter = c | 0x20;
+        const int digit = hx_scan_hex(peek(s, 0));
 
-        if (c >= '0' && c <= '9')
-            v = v * 16 + (uint32_t)(c - '0');
-        else if (c >= 0 && letter >= 'a' && letter <= 'f')
-            v = v * 16 + (uint32_t)(letter - 'a' + 10);
-        else
-            v = UINT32_MAX;
+        v = digit >= 0 ? v * 16 + (uint32_t)digit : UINT32_MAX;
         if (v > 0x10ffff)
             break;
-        s->i++;
+        s->in.i++;
     }
     if (v <= 0x10ffff && (v < 0xd800 || v >= 0xe000))
         return v;
@@ -138,18 +127,18 @@ static uint32_t read_char(parser *s)
     uint32_t cp = 0;
 
     if (!eat(s, "\\")) {
-        const int len = hx_utf8_next(s->p + s->i, s->n - s->i, &cp);
+        const int len = hx_utf8_next(s->in.p + s->in.i, s->in.n - s->in.i, &cp);
 
         if (len <= 0)
             fail(s, "unexpected end");
         else
-            s->i += (size_t)len;
+            s->in.i += (size_t)len;
         return cp;
     }
-    const int c = peek(s);
+    const int c = peek(s, 0);
     const char *at = c > 0 ? strchr(letter, c) : NULL;
 
-    s->i += c >= 0;
+    s->in.i += c >= 0;
     if (at != NULL)
         return (uint8_t)value[at - letter];
     if (c == 'x' || c == 'u' || c == 'U')
@@ -166,7 +155,7 @@ static hx_ref read_literal(parser *s)
     while (s->ir->rc == 0 && !eat(s, "\"")) {
         char utf8[4];
 
-        if (peek(s) < 0 || peek(s) == '\n')
+        if (peek(s, 0) < 0 || peek(s, 0) == '\n')
             fail(s, "literal without its second quote");
         else
             hx_sb_add(&text, utf8, (size_t)hx_utf8_put(read_char(s), utf8));
@@ -181,66 +170,46 @@ static hx_ref read_literal(parser *s)
 static hx_ref read_class(parser *s)
 {
     const bool invert = eat(s, "^");
-    uint32_t n;
 
     s->set.n = 0;
     while (s->ir->rc == 0 && !eat(s, "]")) {
         uint32_t lo, hi;
 
-        if (peek(s) < 0) {
+        if (peek(s, 0) < 0) {
             fail(s, "class without \"]\"");
             break;
         }
         lo = hi = read_char(s);
-        if (peek(s) == '-' && s->i + 1 < s->n && s->p[s->i + 1] != ']') {
-            s->i++;
+        if (peek(s, 0) == '-' && peek(s, 1) >= 0 && peek(s, 1) != ']') {
+            s->in.i++;
             hi = read_char(s);
         }
         if (hi < lo)
             fail(s, "range out of order");
-        if (HX_PUSH(s->ir, s->set, 1))
-            s->set.p[s->set.n - 1] = (hx_range) { lo, hi };
+        HX_ADD(s->ir, s->set, (hx_range) { lo, hi });
     }
-    n = (uint32_t)hx_range_norm(s->set.p, s->set.n);
-    if (!invert)
-        return hx_ir_set(s->ir, s->set.p, n, false);
-    if (!HX_PUSH(s->ir, s->set, n + 1 + s->set.n))
-        return HX_NONE;
-    hx_range *const out = s->set.p + n;
-    return hx_ir_set(s->ir, out, hx_range_invert(s->set.p, n, out), false);
+    return hx_ir_class(s->ir, &s->set, invert, false);
 }
 
 /* ---- rules ----------------------------------------------------------- */
-
-static bool read_number(parser *s, uint32_t *out)
-{
-    const size_t first = s->i;
-    uint64_t v = 0;
-
-    for (int c; (c = peek(s)) >= '0' && c <= '9'; s->i++)
-        v = HX_MIN(v * 10 + (uint64_t)(c - '0'), HX_IR_NO_END - 1);
-    *out = (uint32_t)v;
-    return s->i > first;
-}
 
 static void read_braces(parser *s, uint32_t *min, uint32_t *max)
 {
     skip_space(s, true);
     *min = 0;
-    if (!read_number(s, min) && peek(s) != ',')
+    if (!hx_scan_number(&s->in, min) && peek(s, 0) != ',')
         fail(s, "expected a number");
     *max = *min;
     skip_space(s, true);
     if (eat(s, ",")) {
         skip_space(s, true);
-        if (!read_number(s, max))
+        if (!hx_scan_number(&s->in, max))
             *max = HX_IR_NO_END;
         skip_space(s, true);
     }
     if (!eat(s, "}"))
         fail(s, "\"{\" without \"}\"");
-    if (*min > s->ir->opt.repeat || (*max != HX_IR_NO_END && *max > s->ir->opt.repeat))
-        hx_ir_over(s->ir, "repeat");
+    hx_ir_check_repeat(s->ir, *min, *max);
     if (*min > *max)
         fail(s, "bounds out of order");
 }
@@ -268,7 +237,7 @@ static hx_ref read_token(parser *s)
 {
     uint32_t id = 0;
 
-    if (!eat(s, "[") || !read_number(s, &id) || !eat(s, "]>") || id > INT32_MAX)
+    if (!eat(s, "[") || !hx_scan_number(&s->in, &id) || !eat(s, "]>") || id > INT32_MAX)
         fail(s, "expected a token as <[id]>");
     return hx_ir_token(s->ir, (int32_t)id);
 }
@@ -293,7 +262,7 @@ static bool read_element(parser *s, hx_ref *e)
         *e = read_alternatives(s, true);
         if (!eat(s, ")"))
             fail(s, "\"(\" without \")\"");
-    } else if (is_word(peek(s))) {
+    } else if (is_word(peek(s, 0))) {
         w = name_of(s, read_name(s));
         *e = w == NULL ? HX_NONE : hx_ir_call(s->ir, w->rule);
     } else {
@@ -313,8 +282,7 @@ static hx_ref read_sequence(parser *s, bool nested)
         /* A quantifier may also stand apart. */
         e = quantify(s, e);
         skip_space(s, nested);
-        if (HX_PUSH(s->ir, list, 1))
-            list.p[list.n - 1] = e;
+        HX_ADD(s->ir, list, e);
     }
     e = hx_ir_seq(s->ir, list.p, list.n);
     HX_DROP(s->ir, list);
@@ -331,8 +299,7 @@ static hx_ref read_alternatives(parser *s, bool nested)
     do {
         skip_space(s, true);
         e = read_sequence(s, nested);
-        if (HX_PUSH(s->ir, list, 1))
-            list.p[list.n - 1] = e;
+        HX_ADD(s->ir, list, e);
     } while (s->ir->rc == 0 && eat(s, "|"));
     s->depth--;
     e = hx_ir_alt(s->ir, list.p, list.n);
@@ -358,7 +325,7 @@ static void read_rule(parser *s)
     const uint32_t rule = n->rule;
     skip_space(s, true);
     body = read_alternatives(s, false);
-    if (s->ir->rc == 0 && peek(s) >= 0 && peek(s) != '\n' && peek(s) != '\r')
+    if (s->ir->rc == 0 && peek(s, 0) >= 0 && peek(s, 0) != '\n' && peek(s, 0) != '\r')
         fail(s, "expected the end of the rule");
     if (s->ir->rc == 0)
         s->ir->rule.p[rule].body = body;
@@ -367,7 +334,7 @@ static void read_rule(parser *s)
 
 hx_ref hx_ebnf_parse(hx_ir *ir, hx_str source)
 {
-    parser s = { .ir = ir, .p = source.p, .n = source.n };
+    parser s = { .ir = ir, .in = { source.p, source.n, 0 } };
     hx_ref root = HX_NONE;
 
     if (source.n > ir->opt.source_bytes)
@@ -376,7 +343,7 @@ hx_ref hx_ebnf_parse(hx_ir *ir, hx_str source)
         hx_ir_fail(ir, HX_EFORMAT, "grammar: not UTF-8");
     if (HX_PUSH(ir, s.name, 1) && HX_PUSH(ir, s.slot, SLOTS)) {
         skip_space(&s, true);
-        while (ir->rc == 0 && s.i < s.n)
+        while (ir->rc == 0 && s.in.i < s.in.n)
             read_rule(&s);
         const name *w = ir->rc == 0 ? name_of(&s, HX_STR("root")) : NULL;
 

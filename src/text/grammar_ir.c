@@ -110,6 +110,43 @@ void *hx_ir_grow(hx_ir *ir, void *p, uint32_t *n, uint32_t *cap, size_t size,
     return p;
 }
 
+/* ---- sources --------------------------------------------------------- */
+
+bool hx_scan_eat(hx_scan *s, const char *lit)
+{
+    const size_t n = strlen(lit);
+
+    if (s->n - s->i < n || memcmp(s->p + s->i, lit, n) != 0)
+        return false;
+    s->i += n;
+    return true;
+}
+
+bool hx_scan_number(hx_scan *s, uint32_t *out)
+{
+    const size_t first = s->i;
+    uint64_t v = 0;
+
+    for (int c; (c = hx_scan_peek(s, 0)) >= '0' && c <= '9'; s->i++)
+        v = HX_MIN(v * 10 + (uint64_t)(c - '0'), HX_IR_NO_END - 1);
+    *out = (uint32_t)v;
+    return s->i > first;
+}
+
+int hx_scan_hex(int c)
+{
+    if (c >= '0' && c <= '9')
+        return c - '0';
+    c |= 0x20;
+    return c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
+}
+
+void hx_ir_check_repeat(hx_ir *ir, uint32_t min, uint32_t max)
+{
+    if (min > ir->opt.repeat || (max != HX_IR_NO_END && max > ir->opt.repeat))
+        hx_ir_over(ir, "repeat");
+}
+
 /* ---- expressions ----------------------------------------------------- */
 
 static hx_ref node(hx_ir *ir, hx_ir_node v)
@@ -219,6 +256,17 @@ hx_ref hx_ir_set(hx_ir *ir, hx_range *r, size_t n, bool json)
                                .size = ir->range.p[ir->range.n - 1].hi < 0x80 ? 1 : 8 });
 }
 
+hx_ref hx_ir_class(hx_ir *ir, hx_ranges *set, bool invert, bool json)
+{
+    const uint32_t n = (uint32_t)hx_range_norm(set->p, set->n);
+
+    if (!invert)
+        return hx_ir_set(ir, set->p, n, json);
+    if (!HX_PUSH(ir, *set, n + 1 + set->n))
+        return HX_NONE;
+    return hx_ir_set(ir, set->p + n, hx_range_invert(set->p, n, set->p + n), json);
+}
+
 hx_ref hx_ir_char(hx_ir *ir, uint32_t cp, bool json)
 {
     return hx_ir_set(ir, &(hx_range) { cp, cp }, 1, json);
@@ -294,14 +342,11 @@ uint32_t hx_ir_rule_new(hx_ir *ir, hx_str name)
 static hx_ref counted(hx_ir *ir, hx_ref child, uint32_t min, uint32_t max)
 {
     const bool is_call = ir->node.p[child].kind == HX_IR_CALL;
-    const hx_str no_name = { NULL, 0 };
-    const uint32_t body = is_call ? ir->node.p[child].a : hx_ir_rule_new(ir, no_name);
-    const uint32_t turns = hx_ir_rule_new(ir, no_name);
+    const uint32_t body = is_call ? ir->node.p[child].a : hx_ir_rule_of(ir, child);
+    const uint32_t turns = hx_ir_rule_of(ir, HX_NONE);
 
     if (ir->rc != 0)
         return HX_NONE;
-    if (!is_call)
-        ir->rule.p[body].body = child;
     ir->rule.p[turns].counted = true;
     ir->rule.p[turns].child = body;
     ir->rule.p[turns].min = min;
@@ -309,23 +354,27 @@ static hx_ref counted(hx_ir *ir, hx_ref child, uint32_t min, uint32_t max)
     return hx_ir_call(ir, turns);
 }
 
+uint32_t hx_ir_rule_of(hx_ir *ir, hx_ref body)
+{
+    const uint32_t rule = hx_ir_rule_new(ir, (hx_str) { NULL, 0 });
+
+    if (ir->rc == 0)
+        ir->rule.p[rule].body = body;
+    return rule;
+}
+
 hx_ref hx_ir_any_order(hx_ir *ir, const hx_ref *child, uint32_t n, uint32_t must,
                        hx_ref again)
 {
-    const hx_str no_name = { NULL, 0 };
     const uint32_t first = ir->rule.n, all = n + (again != HX_NONE);
     uint32_t turns;
 
     if (ir->rc == 0 && n > HX_ANY_ORDER_MAX)
         hx_ir_fail(ir, HX_EARG, "grammar: %u parts in any order, at most %d", n,
                    HX_ANY_ORDER_MAX);
-    for (uint32_t i = 0; i < all && ir->rc == 0; i++) {
-        const uint32_t rule = hx_ir_rule_new(ir, no_name);
-
-        if (ir->rc == 0)
-            ir->rule.p[rule].body = i < n ? child[i] : again;
-    }
-    turns = hx_ir_rule_new(ir, no_name);
+    for (uint32_t i = 0; i < all && ir->rc == 0; i++)
+        hx_ir_rule_of(ir, i < n ? child[i] : again);
+    turns = hx_ir_rule_of(ir, HX_NONE);
     if (ir->rc != 0)
         return HX_NONE;
     ir->rule.p[turns].any_order = true;

@@ -1,7 +1,7 @@
 /* grammar_ir.h - what the files of constrained decoding share. Private to
  * src/text/grammar*.c.
  *
- * grammar.c         the public calls; JSON mode, choices, pieces
+ * grammar.c         the public calls; JSON mode, choices
  * grammar_regex.c   regular expressions -> IR
  * grammar_ebnf.c    GBNF -> IR
  * grammar_schema.c  JSON schema -> IR
@@ -36,6 +36,13 @@
 #define HX_PUSH(ir, v, count)                                                            \
     ((v).p = hx_ir_grow(ir, (v).p, &(v).n, &(v).cap, sizeof(*(v).p), count),             \
      (ir)->rc == 0)
+
+/* Appends one element; not after an error. */
+#define HX_ADD(ir, v, ...)                                                               \
+    do {                                                                                 \
+        if (HX_PUSH(ir, v, 1))                                                           \
+            (v).p[(v).n - 1] = (__VA_ARGS__);                                            \
+    } while (0)
 
 typedef HX_VEC(uint8_t) hx_u8s;
 typedef HX_VEC(uint32_t) hx_u32s;
@@ -138,6 +145,7 @@ enum { HX_ANY_ORDER_MAX = 31 };
 hx_ref hx_ir_any_order(hx_ir *ir, const hx_ref *child, uint32_t n, uint32_t must,
                        hx_ref again);
 uint32_t hx_ir_rule_new(hx_ir *ir, hx_str name);          /* body: HX_NONE until set */
+uint32_t hx_ir_rule_of(hx_ir *ir, hx_ref body);           /* without a name */
 
 size_t hx_range_norm(hx_range *r, size_t n);              /* sorted, disjoint, not touching */
 /* out [n + 1]: all other code points. r is normal. */
@@ -145,12 +153,28 @@ size_t hx_range_invert(const hx_range *r, size_t n, hx_range *out);
 
 /* ---- front ends ------------------------------------------------------ */
 
+/* A source in UTF-8 and a place in it. */
+typedef struct { const char *p; size_t n, i; } hx_scan;
+
+/* The byte so far ahead, -1 past the end. */
+static inline int hx_scan_peek(const hx_scan *s, size_t ahead)
+{
+    return s->i + ahead < s->n ? (uint8_t)s->p[s->i + ahead] : -1;
+}
+
+bool hx_scan_eat(hx_scan *s, const char *lit);            /* true: it stood here and is read */
+bool hx_scan_number(hx_scan *s, uint32_t *out);           /* decimal; at most HX_IR_NO_END - 1 */
+int  hx_scan_hex(int c);                                  /* the value of a digit, or -1 */
+/* The set of a class, which is used up; invert: of all other characters. */
+hx_ref hx_ir_class(hx_ir *ir, hx_ranges *set, bool invert, bool json);
+/* Both bounds of a quantifier are within the limit, or the error is set. */
+void hx_ir_check_repeat(hx_ir *ir, uint32_t min, uint32_t max);
+
 /* json: the text is the inside of a JSON string. search: the expression may match
  * anywhere in the text unless anchored, as "pattern" of JSON schema does. */
 hx_ref hx_regex_parse(hx_ir *ir, hx_str source, bool json, bool search);
 hx_ref hx_ebnf_parse(hx_ir *ir, hx_str source);
-/* at: where in the source the schema is, as in a $ref; {NULL, 0}: it is all of it. */
-hx_ref hx_schema_parse(hx_ir *ir, hx_str source, hx_str at);
+hx_ref hx_schema_parse(hx_ir *ir, hx_str source);
 hx_ref hx_schema_value(hx_ir *ir, const hx_json *root);
 /* What stands before and behind the names and values of arguments. */
 typedef struct { hx_ref key, key_end, value, value_end; } hx_schema_tags;
@@ -170,7 +194,8 @@ hx_ref hx_json_object(hx_ir *ir);                         /* any object */
 hx_ref hx_json_array(hx_ir *ir);                          /* any array */
 hx_ref hx_json_string(hx_ir *ir, uint32_t min, uint32_t max);   /* with its quotes */
 hx_ref hx_json_name(hx_ir *ir, hx_str name);              /* as in a string, unquoted */
-hx_ref hx_json_comma(hx_ir *ir);
+hx_ref hx_json_comma(hx_ir *ir);                          /* and what may follow it */
+hx_ref hx_json_colon(hx_ir *ir);
 hx_ref hx_json_literal(hx_ir *ir, const hx_json *v);      /* this very value */
 hx_ref hx_json_number(hx_ir *ir);
 hx_ref hx_json_integer(hx_ir *ir);

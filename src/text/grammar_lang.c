@@ -205,8 +205,7 @@ static hx_ref go_pair(product *p, uint32_t state, uint32_t filter)
 
 static void add_way(product *p, hx_ref way)
 {
-    if (HX_PUSH(p->ir, p->way, 1))
-        p->way.p[p->way.n - 1] = way;
+    HX_ADD(p->ir, p->way, way);
 }
 
 static void step_length(product *p, const hx_nfa_edge *e, uint32_t n)

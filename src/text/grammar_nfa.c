@@ -319,7 +319,7 @@ static uint32_t build(hx_nfa *nfa, hx_ref r, uint32_t k)
 int hx_nfa_build(hx_nfa *nfa, hx_ref root)
 {
     nfa->state.n = nfa->edge.n = nfa->todo.n = nfa->n_memo = 0;
-    /* memo.n is the size of the table here, zero is right: it grows to what it was. */
+    /* What is remembered are states of the automaton before. */
     HX_DROP(nfa->ir, nfa->memo);
     nfa->memo.p = NULL;
     nfa->memo.n = nfa->memo.cap = 0;

@@ -8,8 +8,7 @@
 
 typedef struct {
     hx_ir *ir;
-    const char *p;
-    size_t n, i;
+    hx_scan in;
     uint32_t depth;
     bool json;
     hx_ranges set; /* of the class being read */
@@ -35,22 +34,17 @@ static const hx_range lines[] = { { 10, 10 }, { 13, 13 }, { 0x2028, 0x2029 } };
 
 static int fail(parser *s, int code, const char *what)
 {
-    return hx_ir_fail(s->ir, code, "regex: byte %zu: %s", s->i, what);
+    return hx_ir_fail(s->ir, code, "regex: byte %zu: %s", s->in.i, what);
 }
 
 static int peek(const parser *s, size_t ahead)
 {
-    return s->i + ahead < s->n ? (uint8_t)s->p[s->i + ahead] : -1;
+    return hx_scan_peek(&s->in, ahead);
 }
 
 static bool eat(parser *s, const char *lit)
 {
-    const size_t n = strlen(lit);
-
-    if (s->n - s->i < n || memcmp(s->p + s->i, lit, n) != 0)
-        return false;
-    s->i += n;
-    return true;
+    return hx_scan_eat(&s->in, lit);
 }
 
 /* ---- classes --------------------------------------------------------- */
@@ -89,21 +83,14 @@ static bool add_shorthand(parser *s, int c)
     }
 }
 
-static int hex_digit(int c)
-{
-    if (c >= '0' && c <= '9')
-        return c - '0';
-    c |= 0x20;
-    return c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
-}
-
 /* n hexadecimal digits, or with n 0 any number of them up to "}". */
 static uint32_t read_hex(parser *s, int n)
 {
     uint32_t v = 0;
     int got = 0;
 
-    for (int d; (n == 0 || got < n) && (d = hex_digit(peek(s, 0))) >= 0; s->i++, got++)
+    for (int d; (n == 0 || got < n) && (d = hx_scan_hex(peek(s, 0))) >= 0;
+         s->in.i++, got++)
         v = v > 0x10ffff ? v : v * 16 + (uint32_t)d;
     if (got == 0 || (n > 0 && got != n) || (n == 0 && !eat(s, "}")) || v > 0x10ffff) {
         fail(s, HX_EFORMAT, "bad hexadecimal escape");
@@ -112,7 +99,7 @@ static uint32_t read_hex(parser *s, int n)
     return v;
 }
 
-/* What a backslash before one character means; s->i is behind the backslash. */
+/* What a backslash before one character means; s->in.i is behind the backslash. */
 static uint32_t read_escape(parser *s, bool in_class)
 {
     static const char letter[] = "tnvfr", value[] = "\t\n\v\f\r";
@@ -124,7 +111,7 @@ static uint32_t read_escape(parser *s, bool in_class)
         fail(s, HX_EFORMAT, c < 0 ? "\"\\\" at the end" : "unknown escape");
         return 0;
     }
-    s->i++;
+    s->in.i++;
     if (at != NULL)
         return (uint8_t)value[at - letter];
     if (c == 'b' && in_class)
@@ -144,24 +131,24 @@ static uint32_t read_escape(parser *s, bool in_class)
         return v;
     }
     if (c == 'c' && ((peek(s, 0) | 0x20) >= 'a' && (peek(s, 0) | 0x20) <= 'z'))
-        return (uint32_t)(s->p[s->i++] & 31);
-    s->i--;
+        return (uint32_t)(s->in.p[s->in.i++] & 31);
+    s->in.i--;
     if (c == 'b' || c == 'B' || c == 'p' || c == 'P' || c == 'k' ||
         (c >= '0' && c <= '9'))
         fail(s, HX_EUNSUP, "\\b, \\B, \\p, \\k and back-references are not supported");
     else if ((c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'))
         fail(s, HX_EFORMAT, "unknown escape");
-    s->i++;
+    s->in.i++;
     return (uint32_t)c;
 }
 
 static uint32_t read_char(parser *s)
 {
     uint32_t cp = 0;
-    const int len = hx_utf8_next(s->p + s->i, s->n - s->i, &cp);
+    const int len = hx_utf8_next(s->in.p + s->in.i, s->in.n - s->in.i, &cp);
 
     hx_assert(len > 0);
-    s->i += (size_t)len;
+    s->in.i += (size_t)len;
     return cp;
 }
 
@@ -175,7 +162,7 @@ static bool read_class_atom(parser *s, uint32_t *cp)
         return false;
     }
     if (add_shorthand(s, peek(s, 0))) {
-        s->i++;
+        s->in.i++;
         return true;
     }
     *cp = read_escape(s, true);
@@ -185,7 +172,6 @@ static bool read_class_atom(parser *s, uint32_t *cp)
 static hx_ref read_class(parser *s)
 {
     const bool invert = eat(s, "^");
-    uint32_t n;
 
     s->set.n = 0;
     if (peek(s, 0) == ']')
@@ -193,7 +179,7 @@ static hx_ref read_class(parser *s)
     while (s->ir->rc == 0 && !eat(s, "]")) {
         uint32_t lo = 0, hi = 0;
 
-        if (s->i >= s->n) {
+        if (s->in.i >= s->in.n) {
             fail(s, HX_EFORMAT, "class without \"]\"");
             break;
         }
@@ -201,7 +187,7 @@ static hx_ref read_class(parser *s)
             continue;
         hi = lo;
         if (peek(s, 0) == '-' && peek(s, 1) >= 0 && peek(s, 1) != ']') {
-            s->i++;
+            s->in.i++;
             if (read_class_atom(s, &hi)) {
                 hi = lo;
                 add_ranges(s, &(hx_range) { '-', '-' }, 1, false);
@@ -211,13 +197,7 @@ static hx_ref read_class(parser *s)
         }
         add_ranges(s, &(hx_range) { lo, hi }, 1, false);
     }
-    n = (uint32_t)hx_range_norm(s->set.p, s->set.n);
-    if (!invert)
-        return hx_ir_set(s->ir, s->set.p, n, s->json);
-    if (!HX_PUSH(s->ir, s->set, n + 1 + s->set.n))
-        return HX_NONE;
-    hx_range *const out = s->set.p + n;
-    return hx_ir_set(s->ir, out, hx_range_invert(s->set.p, n, out), s->json);
+    return hx_ir_class(s->ir, &s->set, invert, s->json);
 }
 
 static hx_ref shorthand(parser *s, int c)
@@ -228,35 +208,20 @@ static hx_ref shorthand(parser *s, int c)
 
 /* ---- quantifiers ----------------------------------------------------- */
 
-/* Digits at s->i + *at; false: none there. */
-static bool read_bound(parser *s, size_t *at, uint32_t *out)
-{
-    uint64_t v = 0;
-    const size_t first = *at;
-
-    for (int c; (c = peek(s, *at)) >= '0' && c <= '9'; ++*at)
-        v = HX_MIN(v * 10 + (uint64_t)(c - '0'), HX_IR_NO_END - 1);
-    *out = (uint32_t)v;
-    return *at > first;
-}
-
 /* {n} {n,} {n,m}; anything else is no quantifier, and "{" is a character. */
 static bool read_braces(parser *s, uint32_t *min, uint32_t *max)
 {
-    size_t at = 1;
+    const size_t from = s->in.i;
 
-    if (peek(s, 0) != '{' || !read_bound(s, &at, min))
-        return false;
-    *max = *min;
-    if (peek(s, at) == ',') {
-        at++;
-        if (!read_bound(s, &at, max))
+    if (eat(s, "{") && hx_scan_number(&s->in, min)) {
+        *max = *min;
+        if (eat(s, ",") && !hx_scan_number(&s->in, max))
             *max = HX_IR_NO_END;
+        if (eat(s, "}"))
+            return true;
     }
-    if (peek(s, at) != '}')
-        return false;
-    s->i += at + 1;
-    return true;
+    s->in.i = from;
+    return false;
 }
 
 static bool read_quantifier(parser *s, uint32_t *min, uint32_t *max)
@@ -266,11 +231,10 @@ static bool read_quantifier(parser *s, uint32_t *min, uint32_t *max)
     *min = c == '+';
     *max = c == '?' ? 1 : HX_IR_NO_END;
     if (c == '*' || c == '+' || c == '?')
-        s->i++;
+        s->in.i++;
     else if (!read_braces(s, min, max))
         return false;
-    if (*min > s->ir->opt.repeat || (*max != HX_IR_NO_END && *max > s->ir->opt.repeat))
-        hx_ir_over(s->ir, "repeat");
+    hx_ir_check_repeat(s->ir, *min, *max);
     if (*min > *max)
         fail(s, HX_EFORMAT, "quantifier out of order");
     if (peek(s, 0) == '+')
@@ -293,7 +257,7 @@ static part read_group(parser *s)
 
         if (named) {
             while (peek(s, 0) >= 0 && peek(s, 0) != '>')
-                s->i++;
+                s->in.i++;
             if (!eat(s, ">"))
                 fail(s, HX_EFORMAT, "group name without \">\"");
         } else if (!eat(s, ":")) {
@@ -328,7 +292,7 @@ static part read_atom(parser *s)
         const hx_ref e = shorthand(s, peek(s, 0));
 
         if (e != HX_NONE) {
-            s->i++;
+            s->in.i++;
             return (part) { e, false, false };
         }
         return (part) { hx_ir_char(s->ir, read_escape(s, false), s->json), false, false };
@@ -336,18 +300,13 @@ static part read_atom(parser *s)
     return (part) { hx_ir_char(s->ir, read_char(s), s->json), false, false };
 }
 
-static void add(parser *s, hx_refs *list, hx_ref e)
-{
-    if (HX_PUSH(s->ir, *list, 1))
-        list->p[list->n - 1] = e;
-}
-
 static part read_sequence(parser *s)
 {
     part out = { HX_NONE, false, false };
     hx_refs list = { 0 };
 
-    while (s->ir->rc == 0 && s->i < s->n && peek(s, 0) != '|' && peek(s, 0) != ')') {
+    while (s->ir->rc == 0 && s->in.i < s->in.n && peek(s, 0) != '|' &&
+           peek(s, 0) != ')') {
         uint32_t min, max;
         part p;
 
@@ -373,7 +332,7 @@ static part read_sequence(parser *s)
         }
         out.begin |= p.begin;
         out.end |= p.end;
-        add(s, &list, p.e);
+        HX_ADD(s->ir, list, p.e);
     }
     out.e = hx_ir_seq(s->ir, list.p, list.n);
     HX_DROP(s->ir, list);
@@ -404,7 +363,7 @@ static part read_alternatives(parser *s, bool search)
         out.begin = p.begin;
         out.end = p.end;
         first = false;
-        add(s, &list, p.e);
+        HX_ADD(s->ir, list, p.e);
     } while (s->ir->rc == 0 && eat(s, "|"));
     s->depth--;
     out.e = hx_ir_alt(s->ir, list.p, list.n);
@@ -414,7 +373,7 @@ static part read_alternatives(parser *s, bool search)
 
 hx_ref hx_regex_parse(hx_ir *ir, hx_str source, bool json, bool search)
 {
-    parser s = { .ir = ir, .p = source.p, .n = source.n, .json = json };
+    parser s = { .ir = ir, .in = { source.p, source.n, 0 }, .json = json };
     part p = { HX_NONE, false, false };
 
     if (source.n > ir->opt.source_bytes)
@@ -423,7 +382,7 @@ hx_ref hx_regex_parse(hx_ir *ir, hx_str source, bool json, bool search)
         hx_ir_fail(ir, HX_EFORMAT, "regex: not UTF-8");
     if (ir->rc == 0)
         p = read_alternatives(&s, search);
-    if (ir->rc == 0 && s.i < s.n)
+    if (ir->rc == 0 && s.in.i < s.in.n)
         fail(&s, HX_EFORMAT, "\")\" without \"(\"");
     HX_DROP(ir, s.set);
     return ir->rc == 0 ? p.e : HX_NONE;

@@ -12,12 +12,15 @@
  *   near      oneOf is read as anyOf. Formats as in grammar_value.c; pattern goes before
  *             format; formats not known there are ignored. Numbers in a range have no
  *             exponent. enum and const have one spelling. Members come in the order of
- * the schema. Without "additionalProperties" an object that has "properties" takes no
- * others, and a tuple no further elements (hx_grammar_opt.open_objects) partly
- * patternProperties: where no two patterns meet and no other undeclared members are
- * allowed; multipleOf: up to 100, or powers of ten below 1; propertyNames: pattern and
- * lengths; two patterns for one string: no refused   not, if, contains, uniqueItems,
- * dependencies of any kind, references out of the document: with HX_EUNSUP, never ignored
+ *             the schema. Without "additionalProperties" an object that has "properties"
+ *             takes no others, and a tuple no further elements
+ *             (hx_grammar_opt.open_objects)
+ *   partly    patternProperties: where no two patterns meet and no other undeclared
+ *             members are allowed; multipleOf: up to 100, or powers of ten below 1;
+ *             propertyNames: pattern and lengths; one pattern for a string, not two
+ *   refused   not, if, contains, uniqueItems, dependencies of any kind, references out of
+ *             the document: with HX_EUNSUP, never ignored
+ *
  * Anything else is an annotation. What no document satisfies is an error.
  *
  * The arguments of a call may also be tagged pairs: the same schemas, but strings stand
@@ -93,7 +96,6 @@ typedef struct {
     nodes path;     /* schemas on their way into the view */
     prop_list prop; /* of the object at hand */
     pattern_list pattern;
-    strs word;
 } schema;
 
 static int fail(schema *s, int code, const char *what, hx_str name)
@@ -211,13 +213,6 @@ static bool check_node(schema *s, const hx_json *node)
 
 /* ---- references ------------------------------------------------------ */
 
-static int hex_digit(char c)
-{
-    return c >= '0' && c <= '9'                     ? c - '0'
-           : (c | 0x20) >= 'a' && (c | 0x20) <= 'f' ? (c | 0x20) - 'a' + 10
-                                                    : -1;
-}
-
 /* One step of a JSON pointer, decoded to out; its length in the pointer. */
 static size_t pointer_step(hx_str ptr, hx_sb *out)
 {
@@ -227,9 +222,9 @@ static size_t pointer_step(hx_str ptr, hx_sb *out)
     for (; i < ptr.n && ptr.p[i] != '/'; i++) {
         char c = ptr.p[i];
 
-        if (c == '%' && i + 2 < ptr.n && hex_digit(ptr.p[i + 1]) >= 0 &&
-            hex_digit(ptr.p[i + 2]) >= 0) {
-            c = (char)(hex_digit(ptr.p[i + 1]) * 16 + hex_digit(ptr.p[i + 2]));
+        if (c == '%' && i + 2 < ptr.n && hx_scan_hex(ptr.p[i + 1]) >= 0 &&
+            hx_scan_hex(ptr.p[i + 2]) >= 0) {
+            c = (char)(hx_scan_hex(ptr.p[i + 1]) * 16 + hx_scan_hex(ptr.p[i + 2]));
             i += 2;
         }
         if (c == '~' && i + 1 < ptr.n && (ptr.p[i + 1] == '0' || ptr.p[i + 1] == '1'))
@@ -336,8 +331,8 @@ static void add_schema(schema *s, const hx_json *node)
         !HX_PUSH(s->ir, s->path, 1))
         return;
     s->path.p[s->path.n - 1] = node;
-    if (!is_plain_ref(node) && HX_PUSH(s->ir, s->now, 1))
-        s->now.p[s->now.n - 1] = (part) { node, 0 };
+    if (!is_plain_ref(node))
+        HX_ADD(s->ir, s->now, (part) { node, 0 });
     if (hx_json_has(node, "$ref") &&
         (to = resolve(s, hx_json_str(hx_json_get(node, "$ref")))) != NULL)
         add_schema(s, to);
@@ -458,8 +453,7 @@ static hx_ref emit_choice(schema *s, const view *v, const choice *c)
 
     for (size_t b = 0; b < hx_json_len(c->branches) && s->ir->rc == 0; b++) {
         e = call(s, branch_rule(s, v, c, b));
-        if (HX_PUSH(s->ir, way, 1))
-            way.p[way.n - 1] = e;
+        HX_ADD(s->ir, way, e);
     }
     e = hx_ir_alt(s->ir, way.p, way.n);
     HX_DROP(s->ir, way);
@@ -867,7 +861,7 @@ static hx_ref emit_array(schema *s, const view *v)
     const uint32_t max = fold_bound(s, v, "maxItems", false);
     const hx_ref comma = hx_json_comma(s->ir);
     size_t n_tuple = 0;
-    hx_ref rest, e;
+    hx_ref rest;
 
     for (uint32_t i = 0; i < v->n; i++)
         n_tuple = HX_MAX(n_tuple, hx_json_len(prefix_of(node_at(s, v, i))));
@@ -897,8 +891,7 @@ static hx_ref emit_array(schema *s, const view *v)
         if (i - 1 >= min)
             rest = hx_ir_opt(s->ir, rest);
     }
-    e = HX_SEQ(s->ir, hx_ir_str(s->ir, "["), rest, hx_ir_str(s->ir, "]"));
-    return e;
+    return HX_SEQ(s->ir, hx_ir_str(s->ir, "["), rest, hx_ir_str(s->ir, "]"));
 }
 
 /* ---- objects: which members ------------------------------------------ */
@@ -960,8 +953,7 @@ static void add_prop(schema *s, const view *v, hx_str key)
 {
     const uint32_t rule = name_fits(s, v, key) ? member_rule(s, v, key) : 0;
 
-    if (HX_PUSH(s->ir, s->prop, 1))
-        s->prop.p[s->prop.n - 1] = (prop) { key, rule, false };
+    HX_ADD(s->ir, s->prop, (prop) { key, rule, false });
 }
 
 /* Marks or adds; names are looked for from where the last one was, since "required"
@@ -1032,6 +1024,28 @@ static bool is_open(const schema *s, const view *v)
     return says || !lists || s->ir->opt.open_objects;
 }
 
+/* Those texts of e that are no name of a declared member. */
+static hx_ref undeclared(schema *s, hx_ref e)
+{
+    strs names = { 0 };
+
+    for (uint32_t k = 0; k < s->prop.n; k++)
+        HX_ADD(s->ir, names, s->prop.p[k].key);
+    e = hx_lang_without(s->ir, e, names.p, names.n);
+    HX_DROP(s->ir, names);
+    return e;
+}
+
+/* The rule of members that no schema declares. */
+static uint32_t additional_rule(schema *s, const view *v)
+{
+    begin_view(s);
+    for (uint32_t i = 0; i < v->n && s->ir->rc == 0; i++)
+        if (hx_json_has(node_at(s, v, i), "additionalProperties"))
+            add_schema(s, hx_json_get(node_at(s, v, i), "additionalProperties"));
+    return end_view(s);
+}
+
 /* Any key but the declared ones, within "propertyNames". Without escapes, so that it
  * cannot spell a declared one in another way. */
 static hx_ref other_key(schema *s, const view *v)
@@ -1062,23 +1076,19 @@ static hx_ref other_key(schema *s, const view *v)
         if (hx_json_has(names, "pattern"))
             e = parse_pattern(s, hx_json_str(hx_json_get(names, "pattern")));
     }
-    s->word.n = 0;
-    for (uint32_t k = 0; k < s->prop.n; k++)
-        if (HX_PUSH(s->ir, s->word, 1))
-            s->word.p[s->word.n - 1] = s->prop.p[k].key;
     if (max == INT32_MAX)
         max = HX_IR_NO_END;
     if (min == 0 && max == HX_IR_NO_END)
-        return hx_lang_without(s->ir, e, s->word.p, s->word.n);
-    if (s->word.n > 0)
+        return undeclared(s, e);
+    if (s->prop.n > 0)
         unsupported(s, "propertyNames with lengths beside properties");
     return hx_lang_length(s->ir, e, min, max);
 }
 
 static void add_pattern(schema *s, hx_ref key, uint32_t rule)
 {
-    if (rule != 0 && HX_PUSH(s->ir, s->pattern, 1))
-        s->pattern.p[s->pattern.n - 1] = (pattern) { key, rule };
+    if (rule != 0)
+        HX_ADD(s->ir, s->pattern, (pattern) { key, rule });
 }
 
 /* Members by pattern: with no others, and no two patterns for one name. */
@@ -1086,10 +1096,6 @@ static void collect_patterns(schema *s, const view *v)
 {
     hx_refs seen = { 0 };
 
-    s->word.n = 0;
-    for (uint32_t k = 0; k < s->prop.n; k++)
-        if (HX_PUSH(s->ir, s->word, 1))
-            s->word.p[s->word.n - 1] = s->prop.p[k].key;
     for (uint32_t i = 0; i < v->n; i++) {
         const hx_json *patterns = hx_json_get(node_at(s, v, i), "patternProperties");
 
@@ -1101,11 +1107,10 @@ static void collect_patterns(schema *s, const view *v)
             for (uint32_t j = 0; j < seen.n && s->ir->rc == 0; j++)
                 if (!hx_lang_disjoint(s->ir, seen.p[j], e))
                     unsupported(s, "patternProperties whose patterns overlap");
-            if (HX_PUSH(s->ir, seen, 1))
-                seen.p[seen.n - 1] = e;
+            HX_ADD(s->ir, seen, e);
             begin_view(s);
             add_schema(s, value);
-            add_pattern(s, hx_lang_without(s->ir, e, s->word.p, s->word.n), end_view(s));
+            add_pattern(s, undeclared(s, e), end_view(s));
         }
     }
     HX_DROP(s->ir, seen);
@@ -1129,11 +1134,7 @@ static void collect_others(schema *s, const view *v)
         return;
     const hx_ref key = other_key(s, v);
 
-    begin_view(s);
-    for (uint32_t i = 0; i < v->n && s->ir->rc == 0; i++)
-        if (hx_json_has(node_at(s, v, i), "additionalProperties"))
-            add_schema(s, hx_json_get(node_at(s, v, i), "additionalProperties"));
-    add_pattern(s, key, end_view(s));
+    add_pattern(s, key, additional_rule(s, v));
 }
 
 /* ---- objects: in which order ----------------------------------------- */
@@ -1168,8 +1169,8 @@ static hx_ref after_value(schema *s, const places *o, uint32_t i, uint32_t count
 /* A member behind its quote; a declared key is spelled in one way, without its quote. */
 static hx_ref member(hx_ir *ir, hx_ref key, uint32_t rule, hx_ref then)
 {
-    return HX_SEQ(ir, key, hx_ir_str(ir, "\":"), hx_ir_opt(ir, hx_ir_str(ir, " ")),
-                  hx_ir_call(ir, rule), then);
+    return HX_SEQ(ir, key, hx_ir_str(ir, "\""), hx_json_colon(ir), hx_ir_call(ir, rule),
+                  then);
 }
 
 /* The members that may be written at place (i, count). */
@@ -1334,7 +1335,6 @@ static hx_ref with_schema(hx_ir *ir, const hx_json *root,
     HX_DROP(ir, s.path);
     HX_DROP(ir, s.prop);
     HX_DROP(ir, s.pattern);
-    HX_DROP(ir, s.word);
     return ir->rc == 0 ? e : HX_NONE;
 }
 
@@ -1348,17 +1348,16 @@ static uint32_t rule_of_schema(schema *s, const hx_json *node)
 
 static hx_ref make_value(schema *s, const void *ud)
 {
-    const hx_str at = *(const hx_str *)ud;
-
-    return call(s, rule_of_schema(s, at.p == NULL ? s->root : resolve(s, at)));
+    (void)ud;
+    return call(s, rule_of_schema(s, s->root));
 }
 
 hx_ref hx_schema_value(hx_ir *ir, const hx_json *root)
 {
-    return with_schema(ir, root, make_value, &(hx_str) { NULL, 0 });
+    return with_schema(ir, root, make_value, NULL);
 }
 
-hx_ref hx_schema_parse(hx_ir *ir, hx_str source, hx_str at)
+hx_ref hx_schema_parse(hx_ir *ir, hx_str source)
 {
     hx_json *root = NULL;
     hx_ref e;
@@ -1367,7 +1366,7 @@ hx_ref hx_schema_parse(hx_ir *ir, hx_str source, hx_str at)
         return HX_NONE;
     if ((ir->rc = hx_json_parse(&root, source, (int)ir->opt.nesting + 1, ir->err)) != 0)
         return HX_NONE;
-    e = with_schema(ir, root, make_value, &at);
+    e = hx_schema_value(ir, root);
     hx_json_free(root);
     return e;
 }
@@ -1525,11 +1524,7 @@ static hx_ref other_name(schema *s)
     const hx_ref e = hx_ir_rep(s->ir, hx_ir_set(s->ir, word, HX_LEN(word), false), 1, 64,
                                HX_REP_EXPAND);
 
-    s->word.n = 0;
-    for (uint32_t k = 0; k < s->prop.n; k++)
-        if (HX_PUSH(s->ir, s->word, 1))
-            s->word.p[s->word.n - 1] = s->prop.p[k].key;
-    return hx_lang_without(s->ir, e, s->word.p, s->word.n);
+    return undeclared(s, e);
 }
 
 /* Pairs of arguments that are not declared; HX_NONE: none are allowed. */
@@ -1549,11 +1544,9 @@ static hx_ref other_pair(schema *s, const view *v, const hx_schema_tags *t)
     }
     if (!says && lists)
         return HX_NONE;
-    begin_view(s);
-    for (uint32_t i = 0; i < v->n && s->ir->rc == 0; i++)
-        if (hx_json_has(node_at(s, v, i), "additionalProperties"))
-            add_schema(s, hx_json_get(node_at(s, v, i), "additionalProperties"));
-    return pair(s, t, other_name(s), tagged_value(s, end_view(s), HX_TYPE_ANY));
+    const uint32_t rule = additional_rule(s, v);
+
+    return pair(s, t, other_name(s), tagged_value(s, rule, HX_TYPE_ANY));
 }
 
 /* In any order, so that a model may give what it knows first; more than fit one rule of
@@ -1603,10 +1596,9 @@ static hx_ref make_pairs(schema *s, const void *ud)
         const unsigned types = hx_reply_types(s->root, p.key.p);
         const hx_ref value = tagged_value(s, p.rule, types);
 
-        if (HX_PUSH(s->ir, one, 1))
-            one.p[one.n - 1] =
-                value == HX_NONE ? HX_NONE
-                                 : pair(s, t, hx_ir_lit(s->ir, p.key.p, p.key.n), value);
+        HX_ADD(s->ir, one,
+               value == HX_NONE ? HX_NONE
+                                : pair(s, t, hx_ir_lit(s->ir, p.key.p, p.key.n), value));
     }
     if (s->ir->rc == 0)
         e = all_pairs(s, one.p, one.n, other_pair(s, &v, t));

@@ -1088,7 +1088,7 @@ static void test_regex_ecma(void **state)
     }
 }
 
-/* ---- rules, choices, pieces ------------------------------------------ */
+/* ---- rules, choices, tokens ------------------------------------------ */
 
 typedef struct { const char *source; const char *yes[6], *no[6]; } ebnf_case;
 
@@ -1205,81 +1205,6 @@ static void test_choice(void **state)
     assert_int_equal(hx_grammar_accept_bytes(&m, HX_STR("x")), HX_EFORMAT);
     check_mask(&demo, &m, "choice at its end");
     hx_grammar_close(g);
-}
-
-/* A tool call as GLM writes it: markers by id, names and values between. */
-static void test_pieces(void **state)
-{
-    const int32_t open = hx_tok_find(demo.tok, HX_STR("<tool_call>")),
-                  close = hx_tok_find(demo.tok, HX_STR("</tool_call>")),
-                  think = hx_tok_find(demo.tok, HX_STR("</think>"));
-    const hx_piece args = { .kind = HX_PIECE_GRAMMAR, .grammar = HX_GRAMMAR_JSON_SCHEMA,
-                            .at = HX_STR("#/tools/0"),
-                            .text = HX_STR("{\"tools\":[{\"type\":\"object\",\"properties\":{\"n\":{\"$ref\":\"#/int\"}},"
-                                           "\"required\":[\"n\"]}],\"int\":{\"type\":\"integer\"}}") };
-    const hx_piece names[] = { { .kind = HX_PIECE_BYTES, .text = HX_STR("add") },
-                               { .kind = HX_PIECE_BYTES, .text = HX_STR("sub") } };
-    const hx_piece call[] = { { .kind = HX_PIECE_TOKEN, .token = open },
-                              { .kind = HX_PIECE_ALT, .child = names, .n_child = 2 },
-                              args,
-                              { .kind = HX_PIECE_TOKEN, .token = close } };
-    const hx_piece top[] = { { .kind = HX_PIECE_ANY },
-                             { .kind = HX_PIECE_TOKEN, .token = think },
-                             { .kind = HX_PIECE_UNTIL, .text = HX_STR("aab") },
-                             { .kind = HX_PIECE_REPEAT, .min = 1, .max = 2, .child = call, .n_child = 4 } };
-    const hx_piece root = { .kind = HX_PIECE_SEQ, .child = top, .n_child = 4 };
-    hx_grammar *g;
-    hx_err err = { 0 };
-    hx_matcher m, k;
-
-    (void)state;
-    assert_true(open > 0 && close > 0 && think > 0);
-    if (hx_grammar_open_pieces(&g, demo.v, &root, NULL, &err) != 0)
-        fail_msg("%s", err.msg);
-    hx_grammar_start(g, &m);
-    check_mask(&demo, &m, "pieces: any text");
-    assert_int_equal(hx_grammar_accept(&m, open), HX_EFORMAT);
-    assert_int_equal(hx_grammar_accept_bytes(&m, HX_STR("some \"text\" ü </think>")), 0);
-    assert_int_equal(hx_grammar_accept(&m, think), 0);
-    assert_int_equal(hx_grammar_accept(&m, think), HX_EFORMAT);
-    assert_int_equal(hx_grammar_accept_bytes(&m, HX_STR("xaxabaaa")), 0);
-    check_mask(&demo, &m, "pieces: until");
-    assert_int_equal(hx_grammar_accept(&m, open), HX_EFORMAT);
-    k = m;
-    assert_int_equal(hx_grammar_accept_bytes(&k, HX_STR("b")), 0);
-    assert_int_equal(hx_grammar_accept_bytes(&m, HX_STR("bx")), HX_EFORMAT);
-    m = k;
-    check_mask(&demo, &m, "pieces: marker");
-    for (int turn = 0; turn < 2; turn++) {
-        assert_int_equal(hx_grammar_accept(&m, open), 0);
-        assert_int_equal(hx_grammar_accept_bytes(&m, HX_STR("sub{\"n\": 4")), 0);
-        assert_int_equal(hx_grammar_accept(&m, close), HX_EFORMAT);
-        assert_int_equal(hx_grammar_accept_bytes(&m, HX_STR("}")), 0);
-        assert_int_equal(hx_grammar_done(&m), HX_GRAMMAR_OPEN);
-        assert_int_equal(hx_grammar_accept(&m, close), 0);
-        assert_int_equal(hx_grammar_done(&m), turn == 0 ? HX_GRAMMAR_MAY_END : HX_GRAMMAR_MUST_END);
-        check_mask(&demo, &m, "pieces: end of a call");
-    }
-    assert_int_equal(hx_grammar_accept(&m, open), HX_EFORMAT);
-    assert_int_equal(hx_grammar_accept(&m, demo.v->end[0]), 0);
-    assert_int_equal(hx_grammar_accept(&m, demo.v->end[0]), HX_EFORMAT);
-    hx_grammar_close(g);
-}
-
-static void test_pieces_refused(void **state)
-{
-    const hx_piece bad[] = {
-        { .kind = HX_PIECE_TOKEN, .token = -1 },
-        { .kind = HX_PIECE_UNTIL, .text = HX_STR("") },
-        { .kind = HX_PIECE_UNTIL, .text = HX_STR("\xff") },
-        { .kind = HX_PIECE_REPEAT, .min = 2, .max = 1 },
-        { .kind = (hx_piece_kind)99 },
-    };
-    hx_grammar *g;
-
-    (void)state;
-    for (size_t i = 0; i < HX_LEN(bad); i++)
-        assert_int_equal(hx_grammar_open_pieces(&g, NULL, &bad[i], NULL, NULL), HX_EARG);
 }
 
 /* GBNF can name a token too, also one that has bytes of its own. */
@@ -1744,8 +1669,6 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_counting),
         cmocka_unit_test(test_counting_ambiguous),
         cmocka_unit_test(test_choice),
-        cmocka_unit_test(test_pieces),
-        cmocka_unit_test(test_pieces_refused),
         cmocka_unit_test(test_ebnf_tokens),
         cmocka_unit_test(test_depth),
         cmocka_unit_test(test_strings_are_utf8),

@@ -109,10 +109,9 @@ static hx_ref one_tool(const tools *t, const hx_json *tool, hx_json *any, hx_jso
     args = arguments_of(t, function, any, none);
     if (t->tags.key != HX_NONE)
         return HX_SEQ(ir, hx_ir_lit(ir, name.p, name.n), t->brk, args);
-    return HX_SEQ(ir, t->brk, hx_ir_str(ir, "{\"name\":"),
-                  hx_ir_opt(ir, hx_ir_str(ir, " ")), hx_ir_str(ir, "\""),
-                  hx_json_name(ir, name), hx_ir_str(ir, "\""), hx_json_comma(ir),
-                  hx_ir_str(ir, "\"arguments\":"), hx_ir_opt(ir, hx_ir_str(ir, " ")),
+    return HX_SEQ(ir, t->brk, hx_ir_str(ir, "{\"name\""), hx_json_colon(ir),
+                  hx_ir_str(ir, "\""), hx_json_name(ir, name), hx_ir_str(ir, "\""),
+                  hx_json_comma(ir), hx_ir_str(ir, "\"arguments\""), hx_json_colon(ir),
                   args, hx_ir_str(ir, "}"), t->brk);
 }
 
@@ -124,8 +123,7 @@ static hx_ref one_call(const tools *t, const hx_json *list, hx_json *any, hx_jso
     for (size_t i = 0; i < hx_json_len(list) && t->ir->rc == 0; i++) {
         const hx_ref tool = one_tool(t, hx_json_at(list, i), any, none);
 
-        if (HX_PUSH(t->ir, way, 1))
-            way.p[way.n - 1] = tool;
+        HX_ADD(t->ir, way, tool);
     }
     if (t->ir->rc == 0)
         e = hx_ir_alt(t->ir, way.p, way.n);
@@ -157,10 +155,7 @@ static hx_ref answer(const tools *t, const hx_json *spec)
     if (ir->rc != 0 || (is_auto && content == NULL))
         return call;
     /* Kept once however many calls there are. */
-    const uint32_t rule = hx_ir_rule_new(ir, (hx_str) { NULL, 0 });
-    if (ir->rc == 0)
-        ir->rule.p[rule].body = call;
-    e = call = hx_ir_call(ir, rule);
+    e = call = hx_ir_call(ir, hx_ir_rule_of(ir, call));
     if (hx_json_bool(hx_json_get(spec, "parallel"), true))
         e = HX_SEQ(
             ir, call,

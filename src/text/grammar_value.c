@@ -43,25 +43,16 @@ static hx_ref quoted(hx_ir *ir, hx_ref inside)
     return HX_SEQ(ir, hx_ir_str(ir, "\""), inside, hx_ir_str(ir, "\""));
 }
 
-static uint32_t rule_of(hx_ir *ir, hx_ref body)
-{
-    const uint32_t rule = hx_ir_rule_new(ir, (hx_str) { NULL, 0 });
-
-    if (ir->rc == 0)
-        ir->rule.p[rule].body = body;
-    return rule;
-}
-
 hx_ref hx_json_string(hx_ir *ir, uint32_t min, uint32_t max)
 {
     if (ir->text_rule == 0) {
         const hx_ref c = text_char(ir);
 
-        ir->text_rule = rule_of(ir, c);
-        ir->string_rule =
-            rule_of(ir, quoted(ir, hx_ir_rep(ir, c, 0, HX_IR_NO_END, HX_REP_EXPAND)));
-        ir->word_rule =
-            rule_of(ir, quoted(ir, hx_ir_rep(ir, c, 1, HX_IR_NO_END, HX_REP_EXPAND)));
+        ir->text_rule = hx_ir_rule_of(ir, c);
+        ir->string_rule = hx_ir_rule_of(
+            ir, quoted(ir, hx_ir_rep(ir, c, 0, HX_IR_NO_END, HX_REP_EXPAND)));
+        ir->word_rule = hx_ir_rule_of(
+            ir, quoted(ir, hx_ir_rep(ir, c, 1, HX_IR_NO_END, HX_REP_EXPAND)));
     }
     if (min <= 1 && max == HX_IR_NO_END)
         return hx_ir_call(ir, min == 0 ? ir->string_rule : ir->word_rule);
@@ -87,6 +78,11 @@ hx_ref hx_json_comma(hx_ir *ir)
     return HX_SEQ(ir, hx_ir_str(ir, ","), hx_ir_opt(ir, hx_ir_str(ir, " ")));
 }
 
+hx_ref hx_json_colon(hx_ir *ir)
+{
+    return HX_SEQ(ir, hx_ir_str(ir, ":"), hx_ir_opt(ir, hx_ir_str(ir, " ")));
+}
+
 /* ---- any value ------------------------------------------------------- */
 
 /* open [one {comma one}] close */
@@ -106,9 +102,7 @@ static void make_any(hx_ir *ir)
                    object = hx_ir_rule_new(ir, no_name),
                    array = hx_ir_rule_new(ir, no_name);
     const hx_ref string = hx_json_string(ir, 0, HX_IR_NO_END);
-    const hx_ref member =
-        HX_SEQ(ir, string, hx_ir_str(ir, ":"), hx_ir_opt(ir, hx_ir_str(ir, " ")),
-               hx_ir_call(ir, value));
+    const hx_ref member = HX_SEQ(ir, string, hx_json_colon(ir), hx_ir_call(ir, value));
     const hx_ref any = HX_ALT(ir, hx_ir_call(ir, object), hx_ir_call(ir, array), string,
                               hx_json_number(ir), hx_ir_str(ir, "true"),
                               hx_ir_str(ir, "false"), hx_ir_str(ir, "null"));
@@ -156,9 +150,9 @@ static hx_ref literal_members(hx_ir *ir, const hx_json *v)
         const hx_json *one = object ? hx_json_member(v, i, &key) : hx_json_at(v, i);
 
         e = HX_SEQ(ir, e, i > 0 ? hx_json_comma(ir) : HX_EMPTY,
-                   object ? HX_SEQ(ir, quoted(ir, hx_json_name(ir, key)),
-                                   hx_ir_str(ir, ":"), hx_ir_opt(ir, hx_ir_str(ir, " ")))
-                          : HX_EMPTY,
+                   object
+                       ? HX_SEQ(ir, quoted(ir, hx_json_name(ir, key)), hx_json_colon(ir))
+                       : HX_EMPTY,
                    hx_json_literal(ir, one));
     }
     return HX_SEQ(ir, e, hx_ir_str(ir, object ? "}" : "]"));

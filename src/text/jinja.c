@@ -594,7 +594,6 @@ static hx_jval eval_filter(hx_jvm *vm, const hx_jnode *n)
 static hx_jval eval(hx_jvm *vm, const hx_jnode *n)
 {
     static hx_jval (*const EVAL[HX_N_COUNT])(hx_jvm *, const hx_jnode *) = {
-
         [HX_N_LIST] = eval_items,      [HX_N_TUPLE] = eval_items,
         [HX_N_DICT] = eval_items,      [HX_N_NOT] = eval_logic,
         [HX_N_AND] = eval_logic,       [HX_N_OR] = eval_logic,
@@ -818,10 +817,10 @@ int hx_jinja_run(const hx_jinja *t, const hx_json *vars, const hx_jinja_opt *opt
                   .err = err,
                   .name = t->name,
                   .line = 1,
-                  .max_steps = o->max_steps > 0 ? o->max_steps : 50000000,
+                  .max_steps = o->max_steps > 0 ? o->max_steps : HX_J_STEPS,
                   .now_s = o->now_s,
                   .track = user != NULL };
-    hx_jbuf b = { .vm = &vm, .max = o->max_bytes > 0 ? o->max_bytes : (size_t)64 << 20 };
+    hx_jbuf b = { .vm = &vm, .max = o->max_bytes > 0 ? o->max_bytes : HX_J_OUT };
     size_t cap;
 
     if (hx_json_kind(vars) != HX_JSON_OBJECT && vars != NULL)

@@ -24,6 +24,9 @@
 #define HX_J_NEST_MAX   300                /* nesting in the source */
 #define HX_J_MACRO_MAX  100                /* macros inside macros, running */
 #define HX_J_ARGS_MAX   4                  /* named parameters of a builtin */
+#define HX_J_SYM_MAX    4096               /* different names in a template */
+#define HX_J_STEPS      50000000           /* hx_jinja_opt, where it does not say */
+#define HX_J_OUT        ((size_t)64 << 20) /* … */
 
 typedef struct hx_jvm hx_jvm;
 typedef struct hx_jval hx_jval;

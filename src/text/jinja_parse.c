@@ -441,8 +441,8 @@ static uint32_t symbol(parser *p, const char *s, size_t n)
         if (t->sym[i].n == n && memcmp(t->sym[i].p, s, n) == 0)
             return i;
     }
-    if (t->n_sym == 4096) {
-        FAIL(p, HX_ELIMIT, "more than 4096 different names");
+    if (t->n_sym == HX_J_SYM_MAX) {
+        FAIL(p, HX_ELIMIT, "more than %d different names", HX_J_SYM_MAX);
         return 0;
     }
     hx_str *sym = hx_jvm_grow(&p->vm, t->sym, t->n_sym, &t->cap_sym, sizeof *sym);
@@ -896,7 +896,6 @@ static void parse_closed(parser *p, const char *end, hx_jnode *n)
 
 static void parse_set(parser *p, hx_jnode *n)
 {
-
     if (is_a(p, T_NAME) && token_is(ahead(p), ".")) {
         n->a = name_node(p, HX_N_NS_TARGET, advance(p));
         advance(p);
@@ -942,7 +941,6 @@ static void parse_macro(parser *p, hx_jnode *n)
 
 static void parse_filter_block(parser *p, hx_jnode *n)
 {
-
     n->b = node_new(p, HX_N_BODY);
     do
         n->b = parse_filter(p, n->b);

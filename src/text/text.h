@@ -81,7 +81,8 @@ int hx_jinja_run(const hx_jinja *t, const hx_json *vars, const hx_jinja_opt *opt
 
 /* ---- reply parser ---------------------------------------------------- */
 
-/* Formats, one row each of the table in reply.c: "glm" (GLM-4.5 to 5.3), "plain". */
+/* Formats, one row each of the table in reply.c: "glm" (GLM-4.5 to 5.3), "hermes" (calls as
+ * JSON objects: Qwen and others), "plain" (no markup). */
 typedef struct hx_reply_format hx_reply_format;
 const hx_reply_format *hx_reply_find(const char *name); /* NULL: no such format */
 
