@@ -42,7 +42,7 @@ static void check_tiles(bool small)
     static const char *const name[HX_N_CB] = { "3inst", "mcg", "mul1" };
     static float target[N][256], value[2][N][256];
     static uint16_t state[2][N][256];
-    size_t *const shared = &hx_cuda_of(gpu)->shared_bytes;
+    size_t *const shared = &hx_cuda_of(gpu)->gpu.block_bytes;
     const size_t all = *shared;
     char text[64];
 

@@ -410,7 +410,7 @@ static void check_experts(int64_t d, int64_t f, int rows, int active, int n_expe
     m.expert = upload(on);
     m.rows = rows;
     m.active = active;
-    m.n_expert = n_expert;
+    m.n_expert = m.end = n_expert;
     m.d = d;
     m.f = f;
     m.d_pad = (d + 127) / 128 * 128;
@@ -851,7 +851,7 @@ static void time_moe(int k2, hx_codebook cb, int rows, bool skewed, int64_t wind
     CHECK(cudaMalloc(&m.y, (size_t)rows * active * d * 4));
     m.rows = rows;
     m.active = active;
-    m.n_expert = n_expert;
+    m.n_expert = m.end = n_expert;
     m.d = m.d_pad = d;
     m.f = m.f_pad = f;
     m.k2_gate = m.k2_up = m.k2_down = k2;

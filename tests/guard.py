@@ -59,11 +59,11 @@ def serve(*options, port=True):
         log.close()
 
 
-def refuses(*options):
+def refuses(*options, status=1):
     """Its one sentence on standard error."""
     p = subprocess.run([f'{BUILD}/hoist', 'serve', MODEL, '--port', '0', *options],
                        capture_output=True, text=True, timeout=60)
-    assert p.returncode == 1, p
+    assert p.returncode == status, p
     return p.stderr
 
 
@@ -141,7 +141,7 @@ def test_key_options():
     open(empty, 'w').write('# nothing\n')
     assert 'empty' in refuses('--api-key', '')
     assert 'empty' in refuses('--api-key-file', empty)
-    assert 'empty' in refuses('--admin-key', '')
+    assert 'empty' in refuses('--admin-key', '', status=2)  # as every option
     assert '/nothing' in refuses('--api-key-file', '/nothing')
     assert 'printable' in refuses('--api-key', 'a b')
 

@@ -12,8 +12,10 @@ src=$(printf '%s ' src/{base,text,dev,model,engine,serve}/*.c |
       sed -E 's/[^ ]*(_test|dev\/(enc_[a-z0-9_]*|exl3_[a-z]*|dense))\.c //g')
 
 # NAME, or NAME:PATTERN for some of its tests; what takes long comes first.
-threads=(engine_test:test_cancel server_test generate_test 'health_test:test_b*' health_test:test_stall base_test)
-address=('engine_test:test_c*' 'engine_test:test_s?o*' grammar_test token_test calls_test reply_test
+threads=(park_test engine_test:test_cancel server_test generate_test 'health_test:test_b*' health_test:test_stall
+         base_test)
+address=('engine_test:test_c*' 'engine_test:test_s?o*' park_test store_test:test_deadline store_test:test_trouble
+         grammar_test token_test calls_test reply_test
          'health_test:test_b*' 'health_test:test_c*' generate_test server_test json_test 'grammars_test:test_s*'
          fmt_test jinja_test base_test engine_test:test_grammar weights_test health_test:test_lost health_test:test_record sched_test
          grammar_tools_test ops_args_test)

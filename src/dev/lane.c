@@ -18,6 +18,7 @@ struct hx_lane_host {
     hx_dev *dev, *cpu;
     hx_buf shared;
     const hx_expert **expert; /* [n_layer] */
+    int32_t *id;              /* [max_pick] of the job */
     int64_t n_layer, n_expert;
     float limit;
     pthread_t thread;
@@ -43,10 +44,18 @@ static void store(uint32_t *p, uint32_t v)
 
 /* ---- the lane's thread ---------------------------------------------------- */
 
+static int32_t load_i32(const int32_t *p)
+{
+    return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+
+/* Once a job has been given up the next may be posted over it: its numbers are read once, and
+ * what comes of rows that changed meanwhile is nobody's. */
 static int run_job(const hx_lane *l, hx_err *err)
 {
     const struct hx_lane_host *h = l->host;
-    const int64_t rows = l->box->rows, active = l->box->active, layer = l->box->layer;
+    const int64_t rows = load_i32(&l->box->rows), active = load_i32(&l->box->active),
+                  layer = load_i32(&l->box->layer);
 
     if (layer < 0 || layer >= h->n_layer || h->expert[layer] == NULL || rows < 1 ||
         rows > l->max_rows || active < 1 || rows * active > l->max_pick)
@@ -54,9 +63,11 @@ static int run_job(const hx_lane *l, hx_err *err)
                        "cpu lane: the device posted layer %lld with %lld rows",
                        (long long)layer, (long long)rows);
     const size_t picks = (size_t)(rows * active), row = (size_t)l->dim * sizeof(float);
+    for (size_t i = 0; i < picks; i++)
+        h->id[i] = load_i32(&l->id[i]);
     const hx_moe_args a = { .y = { l->y, picks * row },
                             .x = { l->x, (size_t)rows * row },
-                            .id = { l->id, picks * sizeof(int32_t) },
+                            .id = { h->id, picks * sizeof(int32_t) },
                             .expert = h->expert[layer],
                             .n_expert = h->n_expert,
                             .rows = rows,
@@ -156,7 +167,8 @@ int hx_lane_open(hx_lane **out, const hx_lane_opt *opt, hx_err *err)
 
     *out = NULL;
     if (l == NULL || h == NULL ||
-        (h->expert = hx_new(const hx_expert *, opt->n_layer)) == NULL) {
+        (h->expert = hx_new(const hx_expert *, opt->n_layer)) == NULL ||
+        (h->id = hx_new(int32_t, opt->max_rows * opt->active)) == NULL) {
         if (h != NULL)
             hx_free(h->expert);
         hx_free(h);
@@ -211,6 +223,7 @@ void hx_lane_close(hx_lane *l)
     pthread_cond_destroy(&h->wake);
     pthread_mutex_destroy(&h->lock);
     hx_free(h->expert);
+    hx_free(h->id);
     hx_free(h);
     hx_free(l);
 }

@@ -142,7 +142,7 @@ static int64_t window_of(const hx_graph *g, int kind, int64_t rows, size_t area)
     int64_t most = (int64_t)(area / call_bytes(d, kind, HX_PAGE)) * HX_PAGE;
 
     most = HX_MAX(hx_dev_is_host(g->dev) ? 0 : most, full_rows(g, rows));
-    if (rows <= most)
+    if (rows <= most || call_bytes(d, kind, rows) <= area) /* the last page may not be full */
         return rows;
     const int64_t n = (rows + most - 1) / most, each = (rows + n - 1) / n;
     return HX_MIN((each + HX_PAGE - 1) / HX_PAGE * HX_PAGE, most);

@@ -821,15 +821,29 @@ static void test_demo_selection(void **state)
 
 /* ---- synthetic ------------------------------------------------------------- */
 
+/* ud: what was done before, and how often it was told. */
+static void on_fill(void *ud, uint64_t done, uint64_t total)
+{
+    uint64_t *seen = ud;
+
+    assert_true(done > seen[0] && done <= total && total > 0);
+    seen[0] = done;
+    seen[1]++;
+    seen[2] = total;
+}
+
 static void test_synthetic(void **state)
 {
+    uint64_t seen[3] = { 0 };
+
     hx_err err = { 0 };
     hx_model *m;
 
     (void)state;
     assert_int_equal(hx_model_open(&m, "synthetic:glm-5.3-flash,layers=4,experts=16",
-                                   NULL, NULL, &err),
+                                   on_fill, seen, &err),
                      0);
+    assert_true(seen[1] > 1 && seen[0] == seen[2]);
     assert_int_equal(m->desc.n_layer, 4);
     assert_int_equal(m->layer[3].expert[15].down.k2, 6);
     /* Hot experts of the measured table have a larger bias. */

@@ -479,7 +479,7 @@ enum { DEADLINE_MS = 1000 };
 /* What a job with two rows meets next. */
 static struct {
     _Atomic int what;
-    _Atomic bool held;
+    _Atomic bool held, changed; /* a job's picks, by the next one */
     hx_dev_ops ops;
     int (*moe)(hx_dev *d, const hx_moe_args *a, hx_err *err);
 } trouble;
@@ -489,11 +489,16 @@ enum { NO_TROUBLE, LATE, HELD, BROKEN };
 static int troubled_moe(hx_dev *d, const hx_moe_args *a, hx_err *err)
 {
     const int what = a->rows == 2 ? atomic_exchange(&trouble.what, NO_TROUBLE) : 0;
+    int32_t id[64];
 
+    if (a->id.n <= sizeof id)
+        memcpy(id, a->id.p, a->id.n);
     if (what == LATE)
         usleep(1250 * DEADLINE_MS);
     while (what == HELD && atomic_load(&trouble.held))
         usleep(1000);
+    if (a->id.n > sizeof id || memcmp(id, a->id.p, a->id.n) != 0)
+        atomic_store(&trouble.changed, true);
     return what == BROKEN ? hx_fail(err, HX_EDEVICE, "out of order")
                           : trouble.moe(d, a, err);
 }
@@ -554,6 +559,7 @@ static void test_trouble(void **state)
         read_answer(next, &got);
         assert_memory_equal(&got, &want, sizeof want);
     }
+    assert_false(atomic_load(&trouble.changed));
     hx_close(e);
 }
 

@@ -15,6 +15,7 @@
 #include "routing_json.h"
 
 #define FILL_BYTES    (1u << 20) /* filled by one worker at a time */
+#define FILL_SHOW     1024       /* of these between two words of progress */
 #define ROUTED_TOKENS 9250.0     /* behind the counts of routing.json */
 #define N_DENSE       3          /* layers of the real model before those with experts */
 
@@ -306,21 +307,21 @@ static void fill_piece(const region *r, size_t off, size_t n, uint64_t seed)
 typedef struct {
     const synth *s;
     const size_t *first;
-    size_t total;
+    size_t total, done;
 } fill_job;
 
-/* Item i is piece i of all regions laid end to end. */
+/* Item i is piece done + i of all regions laid end to end. */
 static void fill_range(void *ud, int64_t begin, int64_t end, int worker)
 {
     const fill_job *j = ud;
     int64_t r = 0;
 
     (void)worker;
-    for (int64_t i = begin; i < end; i++) {
-        while (r + 1 < j->s->n_region && j->first[r + 1] <= (size_t)i)
+    for (size_t i = j->done + (size_t)begin; i < j->done + (size_t)end; i++) {
+        while (r + 1 < j->s->n_region && j->first[r + 1] <= i)
             r++;
         const region *reg = &j->s->region[r];
-        const size_t off = ((size_t)i - j->first[r]) * FILL_BYTES;
+        const size_t off = (i - j->first[r]) * FILL_BYTES;
 
         fill_piece(reg, off, HX_MIN(reg->bytes - off, FILL_BYTES),
                    j->s->seed + (uint64_t)r);
@@ -331,7 +332,7 @@ static int fill(synth *s, hx_load_fn *on_load, void *ud)
 {
     size_t *first = hx_new(size_t, s->n_region + 1);
     hx_pool *pool = NULL;
-    fill_job job = { s, first, 0 };
+    fill_job job = { s, first, 0, 0 };
     int rc;
 
     if (first == NULL)
@@ -341,10 +342,15 @@ static int fill(synth *s, hx_load_fn *on_load, void *ud)
         job.total += (s->region[r].bytes + FILL_BYTES - 1) / FILL_BYTES;
     }
     first[s->n_region] = job.total;
-    if ((rc = hx_pool_open(&pool, 0, NULL, s->err)) == 0) {
-        hx_pool_run(pool, (int64_t)job.total, 16, fill_range, &job);
+    rc = hx_pool_open(&pool, 0, NULL, s->err);
+    while (rc == 0 && job.done < job.total) {
+        const size_t n = HX_MIN(job.total - job.done, (size_t)FILL_SHOW);
+
+        hx_pool_run(pool, (int64_t)n, 16, fill_range, &job);
+        job.done += n;
         if (on_load != NULL)
-            on_load(ud, s->at, s->at);
+            on_load(ud, job.done < job.total ? s->at / job.total * job.done : s->at,
+                    s->at);
     }
     hx_pool_close(pool);
     hx_free(first);
