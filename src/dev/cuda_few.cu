@@ -16,7 +16,6 @@ enum {
     FEW_SHARE = 2,   /* thread blocks of a cluster */
     FEW_DECODE = 16, /* warps that decode */
     FEW_AHEAD = 2,   /* turns whose tiles such a warp has on their way */
-    FEW_SPARE = 0,   /* stages beside those being decoded, a multiple of 4 */
     FEW_OUT = FEW_ROWS / FEW_SHARE * GROUP * 4,
     FEW_BESIDE = 3072, /* bytes left to a thread block that makes rows to images */
 
@@ -24,7 +23,7 @@ enum {
     WIDE = 192, /* outputs */
     WIDE_GROUPS = WIDE * FEW_SHARE / GROUP,
     WIDE_DECODE = 24,
-    WIDE_SPARE = 4,
+    WIDE_SPARE = 4,                    /* stages beside those being decoded */
     WIDE_PITCH = WIDE * FEW_SHARE + 8, /* floats: eight rows in different banks */
     /* Registers of a thread that multiplies, decodes, copies: 64 of 1,024 threads. */
     WIDE_MULTIPLIES = 136,
@@ -88,8 +87,14 @@ HX_DEVICE void few_put(uint32_t at, const uint32_t r[4])
         : "memory");
 }
 
+/* A stage for each team, but where there are many outputs. */
+template <int OUT> HX_DEVICE int few_stages(const few &s)
+{
+    return OUT == WIDE ? s.stages : few_teams<OUT>;
+}
+
 /* The rows' copies: a part of each stage, for all. One thread. */
-HX_DEVICE void few_produce(const hx_gemm &p, const few &s)
+template <int OUT> HX_DEVICE void few_produce(const hx_gemm &p, const few &s)
 {
     const int mine = s.x_bytes / FEW_SHARE;
     const uint8_t *from = p.image + s.rank * mine;
@@ -100,7 +105,7 @@ HX_DEVICE void few_produce(const hx_gemm &p, const few &s)
         hx_bulk_copy_all(hx_shared_of(s.x + at * s.x_bytes + s.rank * mine), from, mine,
                          s.full + 8 * at, FEW_SHARE);
         from += MOST_ROWS * 128;
-        if (++at == s.stages) {
+        if (++at == few_stages<OUT>(s)) {
             at = 0;
             phase ^= 1;
         }
@@ -123,7 +128,7 @@ HX_DEVICE void few_decode(const hx_gemm &p, const few &s, int mine)
         ((int64_t)blockIdx.x * (OUT / 32) + part) * row_bytes; /* two columns of tiles */
     uint8_t *tiles = s.tiles + mine * FEW_AHEAD * turn_bytes;
     uint32_t to[4]; /* of the inputs 16 i … of the first stage */
-    int at = team, phase = 0;
+    int at = team, round = 0;
     const auto fetch = [&](int turn) {
 #pragma unroll
         for (int f = 0; f < fetches; f++) {
@@ -140,13 +145,14 @@ HX_DEVICE void few_decode(const hx_gemm &p, const few &s, int mine)
 
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        to[i] = hx_shared_of(image_at<OUT>(s.weights, 1, 32 * part + (lane & 8) + r,
-                                           16 * i + (lane >> 4) * 8));
+        to[i] = hx_shared_of(
+            image_at<OUT>(s.weights + (OUT == WIDE ? 0 : team * (OUT * 128)), 1,
+                          32 * part + (lane & 8) + r, 16 * i + (lane >> 4) * 8));
     for (int turn = 0; turn < FEW_AHEAD; turn++)
         fetch(turn);
-    hx_cluster_meet(); /* the barriers are there */
     for (int turn = 0; turn < turns; turn++) {
         const uint8_t *tile = tiles + turn % FEW_AHEAD * turn_bytes;
+        const int phase = (OUT == WIDE ? round : turn) & 1;
 
         hx_copy_wait_older<FEW_AHEAD - 1>();
         __syncwarp();
@@ -160,7 +166,9 @@ HX_DEVICE void few_decode(const hx_gemm &p, const few &s, int mine)
                 F::decode(tile + (half + t) * (row_bytes / 2), k2, p.cb, lane, a[t]);
 #pragma unroll
             for (int t = half; t < half + 4; t++)
-                few_put(to[t >> 1] + at * (OUT * 128) + 2048 * (t & 1), a[t - half]);
+                few_put(to[t >> 1] + (OUT == WIDE ? at * (OUT * 128) : 0) +
+                            2048 * (t & 1),
+                        a[t - half]);
         }
         hx_bar_wait(s.full + 8 * at, phase); /* so that made means both */
         hx_wgmma_wrote();
@@ -168,10 +176,9 @@ HX_DEVICE void few_decode(const hx_gemm &p, const few &s, int mine)
         if (lane == 0)
             hx_bar_arrive(s.made + 8 * at);
         fetch(turn + FEW_AHEAD);
-        at += teams;
-        if (at >= s.stages) {
+        if (OUT == WIDE && (at += teams) >= s.stages) {
             at -= s.stages;
-            phase ^= 1;
+            round++;
         }
     }
 }
@@ -220,12 +227,13 @@ HX_DEVICE void few_multiply(const hx_gemm &p, const few &s, float d[OUT * ROWS /
             } else {
                 hx_wgmma_wait_older();
                 if (first + k > 0 && lane < FEW_SHARE)
-                    hx_bar_arrive_at(s.empty + 8 * ((at + k > 0 ? at + k : s.stages) - 1),
-                                     lane);
+                    hx_bar_arrive_at(
+                        s.empty + 8 * ((at + k > 0 ? at + k : few_stages<OUT>(s)) - 1),
+                        lane);
             }
         }
         at += each;
-        if (at == s.stages) {
+        if (at == few_stages<OUT>(s)) {
             at = 0;
             phase ^= 1;
         }
@@ -317,45 +325,17 @@ HX_DEVICE void few_leave(const hx_gemm &p, const few &s, const float *sums, int 
               p.scale[row], row, first + 4 * q);
 }
 
-/* The four warps that multiply: what follows the sums. */
-template <int OUT> HX_DEVICE void few_end(const hx_gemm &p, const few &s, int64_t first)
+/* Where all is, and barriers that wait. */
+template <int OUT> HX_DEVICE few few_begin(const hx_gemm &p, uint8_t *shared)
 {
-    const int row = (int)(threadIdx.x >> 2);
-
-    if constexpr (OUT == WIDE) {
-        for (int i = row; i < WIDE_GROUPS * s.half; i += 32) {
-            const int group = i / s.half, r = i % s.half;
-
-            few_leave<OUT>(p, s, s.out + r * WIDE_PITCH + group * GROUP,
-                           s.rank * s.half + r, first + group * GROUP, group);
-        }
-    } else if constexpr (OUT == 64) {
-        few_leave<OUT>(p, s, s.out + row * GROUP, 32 * s.rank + row, first);
-    } else if (few_is_last(p, s, (int)(first / GROUP))) {
-        for (int r = row; r - row < p.rows; r += 32)
-            few_leave<OUT>(p, s, p.y + min(r, p.rows - 1) * p.ldy + first, r, first);
-    }
-}
-
-#endif
-
-/* OUT outputs, all rows, up to ROWS. Grid: two or four for a group, or two for three; two are
- * a cluster. Shared: few_bytes. Reads its weights once, of the image a half. */
-template <class F, int OUT, int ROWS>
-__global__ void __launch_bounds__(few_threads<OUT>, 1)
-    gemm_few(const __grid_constant__ hx_gemm p)
-{
-#if HX_WGMMA
-    extern __shared__ __align__(1024) uint8_t shared[];
     constexpr int groups = OUT == WIDE ? WIDE_GROUPS : 1; /* of the cluster */
-    const int warp = threadIdx.x >> 5, stages = p.stages;
     const int tile_bytes = few_decoders<OUT> * FEW_AHEAD * 128 * p.k2;
-    const int64_t first = (int64_t)blockIdx.x * OUT / (groups * GROUP) * (groups * GROUP);
     few s;
 
     s.rank = blockIdx.x % FEW_SHARE;
     s.half = few_half<OUT>(p.rows);
-    s.stages = stages;
+    s.stages = p.stages;
+    const int stages = few_stages<OUT>(s);
     s.x_bytes = few_x_bytes(p.rows);
     s.x = shared;
     s.weights = s.x + stages * s.x_bytes;
@@ -374,66 +354,131 @@ __global__ void __launch_bounds__(few_threads<OUT>, 1)
         hx_bar_init(s.empty + 8 * threadIdx.x, 4 * FEW_SHARE);
         hx_bar_init_done();
     }
-    if (warp < 4 || warp >= 4 + few_decoders<OUT>)
-        hx_cluster_meet(); /* those that decode: once tiles are on their way */
-    if (warp >= 4) {
-        if (OUT == WIDE && (few_decoders<OUT> % 4 != 0 || warp < 4 + few_decoders<OUT>))
-            hx_registers_fewer<WIDE_DECODES>();
-        else if (OUT == WIDE)
-            hx_registers_fewer<WIDE_COPIES>();
-        if (warp < 4 + few_decoders<OUT>) {
-            few_decode<F, OUT>(p, s, warp - 4);
-        } else if (warp == 4 + few_decoders<OUT>) {
-            hx_cuda_in_turn();
-            if ((threadIdx.x & 31) == 0)
-                few_produce(p, s);
-        }
-        __syncwarp();
-        if (OUT == WIDE)
-            hx_cluster_meet();
-        hx_cluster_meet();
+    hx_cluster_meet();
+    return s;
+}
+
+/* Scales and biases of n outputs from first on. The four warps that multiply. */
+HX_DEVICE void few_scales(const hx_gemm &p, const few &s, int64_t first, int n)
+{
+    for (int i = threadIdx.x; i < n; i += 128) {
+        const bool in = first + i < p.n;
+
+        s.factor[i] = in ? hx_half_to(p.svh[first + i]) : 0.0f;
+        s.bias[i] = in && p.bias != NULL ? hx_half_to(p.bias[first + i]) : 0.0f;
+    }
+}
+
+#endif
+
+/* OUT outputs, all rows, up to 64. Grid: two or four for a group; two are a cluster. Shared:
+ * few_bytes. Reads its weights once, of the image a half. */
+template <class F, int OUT>
+__global__ void __launch_bounds__(few_threads<OUT>)
+    gemm_few(const __grid_constant__ hx_gemm p)
+{
+#if HX_WGMMA
+    extern __shared__ __align__(1024) uint8_t shared[];
+    const int warp = threadIdx.x >> 5, row = (int)(threadIdx.x >> 2);
+    const int64_t first = (int64_t)(blockIdx.x / (GROUP / OUT)) * GROUP;
+    const few s = few_begin<OUT>(p, shared);
+
+    if (warp >= 4 + FEW_DECODE) {
+        hx_cuda_in_turn();
+        if ((threadIdx.x & 31) == 0)
+            few_produce<OUT>(p, s);
+    } else if (warp >= 4) {
+        few_decode<F, OUT>(p, s, warp - 4);
     } else {
-        if (OUT == WIDE)
-            hx_registers_more<WIDE_MULTIPLIES>();
-        float d[OUT * ROWS / 128];
+        float d[OUT / 2];
 
-        for (int i = threadIdx.x; i < groups * GROUP; i += 128) {
-            const bool in = first + i < p.n;
-
-            s.factor[i] = in ? hx_half_to(p.svh[first + i]) : 0.0f;
-            s.bias[i] = in && p.bias != NULL ? hx_half_to(p.bias[first + i]) : 0.0f;
-        }
-        few_multiply<OUT, ROWS>(p, s, d);
+        few_scales(p, s, first, GROUP);
+        few_multiply<OUT, FEW_ROWS>(p, s, d);
         hx_cuda_after_previous();
-        if (OUT == WIDE)
-            hx_cluster_meet(); /* nobody needs the stages */
-        few_put_sums<OUT, ROWS>(p, s, d, p.y + (int64_t)blockIdx.x * OUT);
-        hx_cluster_meet();
-        few_end<OUT>(p, s, first);
+        few_put_sums<OUT, FEW_ROWS>(p, s, d, p.y + (int64_t)blockIdx.x * OUT);
+    }
+    __syncwarp();
+    hx_cluster_meet();
+    if (warp >= 4)
+        return;
+    if constexpr (OUT == 64) {
+        few_leave<OUT>(p, s, s.out + row * GROUP, 32 * s.rank + row, first);
+    } else if (few_is_last(p, s, (int)(first / GROUP))) {
+        for (int r = row; r - row < p.rows; r += 32)
+            few_leave<OUT>(p, s, p.y + min(r, p.rows - 1) * p.ldy + first, r, first);
     }
 #endif
 }
 
-/* As many as there is room for, up to SPARE more than teams; 0: not one for each team. */
-template <int OUT> static int few_stages(int rows, int k2, int room)
+/* 192 outputs, up to ROWS rows. Grid: two for three groups, a cluster. Shared and what is
+ * read as above. What follows the sums stays with who has registers. */
+template <class F, int ROWS>
+__global__ void __launch_bounds__(few_threads<WIDE>, 1)
+    gemm_few_wide(const __grid_constant__ hx_gemm p)
+{
+#if HX_WGMMA
+    extern __shared__ __align__(1024) uint8_t shared[];
+    const int warp = threadIdx.x >> 5, row = (int)(threadIdx.x >> 2);
+    const int64_t first = (int64_t)(blockIdx.x / FEW_SHARE) * (WIDE_GROUPS * GROUP);
+    const few s = few_begin<WIDE>(p, shared);
+
+    if (warp >= 4) {
+        if (warp < 4 + WIDE_DECODE) {
+            hx_registers_fewer<WIDE_DECODES>();
+            few_decode<F, WIDE>(p, s, warp - 4);
+        } else {
+            hx_registers_fewer<WIDE_COPIES>();
+            if (warp == 4 + WIDE_DECODE) {
+                hx_cuda_in_turn();
+                if ((threadIdx.x & 31) == 0)
+                    few_produce<WIDE>(p, s);
+            }
+        }
+        __syncwarp();
+        hx_cluster_meet();
+        hx_cluster_meet();
+    } else {
+        float d[WIDE * ROWS / 128];
+
+        hx_registers_more<WIDE_MULTIPLIES>();
+        few_scales(p, s, first, WIDE_GROUPS * GROUP);
+        few_multiply<WIDE, ROWS>(p, s, d);
+        hx_cuda_after_previous();
+        hx_cluster_meet(); /* nobody needs the stages */
+        few_put_sums<WIDE, ROWS>(p, s, d, p.y);
+        hx_cluster_meet();
+        for (int i = row; i < WIDE_GROUPS * s.half; i += 32) {
+            const int group = i / s.half, r = i % s.half;
+
+            few_leave<WIDE>(p, s, s.out + r * WIDE_PITCH + group * GROUP,
+                            s.rank * s.half + r, first + group * GROUP, group);
+        }
+    }
+#endif
+}
+
+/* As many as there is room for, up to WIDE_SPARE more than teams; 0: not one for each. */
+template <int OUT> static int few_room(int rows, int k2, int room)
 {
     constexpr int teams = few_teams<OUT>;
-    int n = teams + (OUT == WIDE ? WIDE_SPARE : FEW_SPARE);
+    int n = teams + (OUT == WIDE ? WIDE_SPARE : 0);
 
     while (n >= teams && few_bytes<OUT>(rows, k2, n) > room)
-        n -= OUT == WIDE ? 1 : 4;
+        n--;
     return n >= teams ? n : 0;
 }
 
-template <class F, int OUT, int ROWS = 64>
-static cudaError_t launch(hx_gemm p, const hx_cuda_work *w, int room, cudaStream_t stream)
+/* kernel has OUT outputs a thread block. */
+template <int OUT>
+static cudaError_t launch(void (*kernel)(hx_gemm), hx_gemm p, const hx_cuda_work *w,
+                          int room, cudaStream_t stream)
 {
-    p.stages = few_stages<OUT>(p.rows, p.k2, room);
+    p.stages = few_room<OUT>(p.rows, p.k2, room);
     const int bytes = few_bytes<OUT>(p.rows, p.k2, p.stages);
     cudaLaunchAttribute attr[2] = {};
     cudaLaunchConfig_t cfg = {};
-    const cudaError_t rc = cudaFuncSetAttribute(
-        gemm_few<F, OUT, ROWS>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    const cudaError_t rc =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 
     attr[0].id = cudaLaunchAttributeClusterDimension;
     attr[0].val.clusterDim = { FEW_SHARE, 1, 1 };
@@ -445,7 +490,7 @@ static cudaError_t launch(hx_gemm p, const hx_cuda_work *w, int room, cudaStream
     cfg.stream = stream;
     cfg.attrs = attr;
     cfg.numAttrs = w->overlap ? 2 : 1;
-    return rc != cudaSuccess ? rc : cudaLaunchKernelEx(&cfg, gemm_few<F, OUT, ROWS>, p);
+    return rc != cudaSuccess ? rc : cudaLaunchKernelEx(&cfg, kernel, p);
 }
 
 /* Up to three waves: with more groups the kernel for 64 rows is as fast. */
@@ -461,20 +506,22 @@ cudaError_t hx_cuda_few(hx_gemm *p, const hx_cuda_work *w, hx_codebook codebook,
     const int room = (int)w->gpu.block_bytes - FEW_BESIDE;
     const bool half = p->rows <= 32 && p->groups * (GROUP / 32) <= w->gpu.n_sm &&
                       p->wide && p->n == (int64_t)p->groups * GROUP &&
-                      p->groups <= w->n_ticket &&
-                      few_stages<32>(p->rows, p->k2, room) > 0;
+                      p->groups <= w->n_ticket && few_room<32>(p->rows, p->k2, room) > 0;
     /* All at once, where it were three waves of single groups. */
     const bool wide = p->groups > w->gpu.n_sm && p->groups % WIDE_GROUPS == 0 &&
                       p->groups / WIDE_GROUPS * FEW_SHARE <= w->gpu.n_sm &&
-                      few_stages<WIDE>(p->rows, p->k2, room) > 0;
+                      few_room<WIDE>(p->rows, p->k2, room) > 0;
 
     p->cb = hx_cuda_codebook_of(codebook);
     p->ticket = w->ticket;
     return with_exl3(p->k2, codebook, [&](auto f) {
+        using F = decltype(f);
+
         if (wide)
-            return p->rows <= 32 ? launch<decltype(f), WIDE, 32>(*p, w, room, stream)
-                                 : launch<decltype(f), WIDE>(*p, w, room, stream);
-        return half ? launch<decltype(f), 32>(*p, w, room, stream)
-                    : launch<decltype(f), 64>(*p, w, room, stream);
+            return launch<WIDE>(p->rows <= 32 ? gemm_few_wide<F, 32>
+                                              : gemm_few_wide<F, 64>,
+                                *p, w, room, stream);
+        return half ? launch<32>(gemm_few<F, 32>, *p, w, room, stream)
+                    : launch<64>(gemm_few<F, 64>, *p, w, room, stream);
     });
 }
