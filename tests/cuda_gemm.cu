@@ -1,7 +1,7 @@
 /* cuda_gemm.cu - the CUDA products with many rows against the double reference, their bits
  * in calls of other sizes, and their time. Built by tests/gpu.sh, run on a machine with a
- * GPU. Prints "ok NAME" or "not ok NAME". Arguments: any of check, experts, peak, time,
- * moe, none: all; numbers: time only calls of so many rows. */
+ * GPU. Prints "ok NAME" or "not ok NAME". Arguments: any of check, experts, few, peak, time,
+ * moe, none: all; numbers: time only calls of so many rows; KxN: few and time only such. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -316,6 +316,11 @@ static void checks(void)
     check(HX_FMT_EXL3, 256, 4096, 6, HX_CB_MUL1, false);
     check(HX_FMT_EXL3, 70 * 128, 384, 6, HX_CB_MUL1,
           false); /* more than multiprocessors */
+    cudaDeviceProp prop;
+    CHECK(cudaGetDeviceProperties(&prop, 0));
+    const int64_t wide = (prop.multiProcessorCount / 3 + 1) * 3 * 128; /* three groups */
+    check(HX_FMT_EXL3, wide, 1024, 6, HX_CB_MUL1, false);
+    check(HX_FMT_EXL3, wide - 28, 1000, 12, HX_CB_MCG, true);
     for (hx_fmt f : { HX_FMT_F32, HX_FMT_F16, HX_FMT_BF16, HX_FMT_FP8 }) {
         check(f, 100, 300, 32, HX_CB_MUL1, true);
         check(f, 640, 1024, 32, HX_CB_MUL1, false);
@@ -670,6 +675,7 @@ static double time_one(hx_fmt fmt, int64_t n, int64_t k, int k2, hx_codebook cb,
 /* The reference on an H200 (exllamav3 1.4.1), by rows. */
 static const int n_rows[] = { 32, 64, 128, 512, 2048, 8192 };
 static std::vector<int> only; /* of these; empty: all */
+static std::string only_shape;
 static const struct {
     int64_t k, n;
     int k2;
@@ -692,6 +698,59 @@ static const struct {
     { 4096, 24576, 12, { 117, 228, 466, 336, 725, 2410 } },
     { 4096, 154880, 12, { 775, 1520, 3004, 1966, 4612, 0 } },
 };
+
+static bool asked(int64_t k, int64_t n)
+{
+    return only_shape.empty() ||
+           only_shape == std::to_string(k) + "x" + std::to_string(n);
+}
+
+/* Real shapes, few rows: the bits of blocks of 64 rows. */
+static void checks_few(void)
+{
+    for (const auto &ref : reference) {
+        if (ref.n > 100000 || !asked(ref.k, ref.n))
+            continue;
+        std::vector<uint16_t> scale;
+        char name[64];
+        hx_mat m = {};
+        bool ok = true;
+
+        for (int64_t i = 0; i < HX_MAX(ref.n, ref.k); i++)
+            scale.push_back((uint16_t)(0x3800 + (hx_rng_at(97, i) & 0x87ff)));
+        m.fmt = HX_FMT_EXL3;
+        m.n = m.n_pad = ref.n;
+        m.k = m.k_pad = ref.k;
+        m.k2 = ref.k2;
+        m.codebook = HX_CB_MUL1;
+        m.w = random_trellis((size_t)(ref.n * ref.k) / 16 * (size_t)ref.k2);
+        m.suh = m.svh = upload(scale);
+        hx_cuda_work w = work_of(hx_cuda_many_bytes(&m, 64));
+        std::vector<float> want((size_t)(64 * ref.n)), got(want);
+        float *dx = random_rows(64 * ref.k), *dy = upload(got);
+        const auto call = [&](int rows, int block, int once, std::vector<float> &y) {
+            hx_cuda_many a = { &m, dx, dy, rows, ref.k, ref.n, block, once };
+
+            CHECK(cudaMemset(dy, 0xff, y.size() * 4));
+            CHECK(hx_cuda_rows_many(&a, &w, 0));
+            CHECK(cudaMemcpy(y.data(), dy, y.size() * 4, cudaMemcpyDeviceToHost));
+        };
+
+        call(64, 64, -1, want);
+        for (int rows : { 64, 1, 20, 32, 33, 64 }) {
+            call(rows, 0, 0, got);
+            ok = ok && memcmp(got.data(), want.data(), (size_t)(rows * ref.n) * 4) == 0;
+            for (size_t i = (size_t)(rows * ref.n); i < got.size(); i++)
+                ok = ok && std::isnan(got[i]);
+        }
+        snprintf(name, sizeof(name), "few rows K=%g %ldx%ld", ref.k2 / 2.0, (long)ref.k,
+                 (long)ref.n);
+        verdict(ok, name, 0);
+        for (const void *p : { m.w, (const void *)m.suh, (const void *)dx,
+                               (const void *)dy, (const void *)w.p })
+            cudaFree((void *)p);
+    }
+}
 
 static bool timed(int rows)
 {
@@ -732,6 +791,8 @@ static void times(void)
             printf("%22d", r);
     printf("\n");
     for (const auto &ref : reference) {
+        if (!asked(ref.k, ref.n))
+            continue;
         printf("%g %5ldx%-10ld", ref.k2 / 2.0, (long)ref.k, (long)ref.n);
         for (int i = 0; i < 6; i++) {
             if (ref.us[i] == 0 || !timed(n_rows[i]))
@@ -853,7 +914,9 @@ int main(int argc, char **argv)
     CHECK(cudaGetDeviceProperties(&prop, 0));
     printf("%s, %d multiprocessors\n", prop.name, prop.multiProcessorCount);
     for (int i = 1; i < argc; i++)
-        if (argv[i][0] >= '0' && argv[i][0] <= '9')
+        if (strchr(argv[i], 'x') != NULL && argv[i][0] >= '0' && argv[i][0] <= '9')
+            only_shape = argv[i];
+        else if (argv[i][0] >= '0' && argv[i][0] <= '9')
             only.push_back((int)strtol(argv[i], NULL, 10));
     if (argc == 2 && strcmp(argv[1], "profile") == 0) {
         profile();
@@ -863,6 +926,8 @@ int main(int argc, char **argv)
         checks();
     if (wants("experts"))
         checks_experts();
+    if (wants("few"))
+        checks_few();
     if (wants("peak"))
         ceilings();
     if (wants("time"))
