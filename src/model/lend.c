@@ -172,7 +172,8 @@ void hx_store_keep_lent(hx_store *s, bool keep)
         s->lend->keep = keep;
 }
 
-/* The last rows' picks of a call go to the host. */
+/* The last rows' picks of a call go to the host. Those of a synthetic model's prompt are its
+ * random router's and say nothing of what is drawn for decode. */
 static int tell_picks(hx_store *s, int64_t layer, const hx_moe_args *moe, hx_err *err)
 {
     struct hx_lend *l = s->lend;
@@ -180,6 +181,8 @@ static int tell_picks(hx_store *s, int64_t layer, const hx_moe_args *moe, hx_err
                   first = moe->rows * s->n_active - n;
     const size_t row = TOLD_ROWS * (size_t)s->n_active * sizeof(int32_t);
 
+    if (s->model->share != NULL)
+        return 0;
     l->n_told[layer] = n;
     return hx_dev_bring(s->dev, (char *)l->told.p + (size_t)layer * row,
                         hx_buf_at(moe->id, (size_t)first * sizeof(int32_t)),
