@@ -909,15 +909,16 @@ extern "C" int hx_cuda_router(hx_dev *d, const hx_router_args *a, hx_err *err)
                           (int)a->w->n,
                           (int)a->active,
                           a->factor };
-    const unsigned threads = (unsigned)HX_MIN(hx_ceil_div(a->w->n, 32) * 32, 1024);
+    const int64_t whole = hx_ceil_div(a->w->n, 32) * 32;
+    const unsigned threads = (unsigned)HX_MIN(whole, 1024);
     const int rc = hx_cuda_matmul(d, &scores, err);
 
     if (rc != 0)
         return rc;
     HX_LAUNCH_NEXT(hx_cuda_of(d), "router", err, router_pick, dim3((unsigned)a->rows),
                    threads,
-                   (size_t)a->w->n * sizeof(double) +
-                       (size_t)(hx_ceil_div(a->w->n, 32) * HX_MIN(a->active, 32)) *
+                   (size_t)whole * sizeof(double) +
+                       (size_t)(whole / 32 * HX_MIN(a->active, 32)) *
                            (sizeof(double) + sizeof(int)) +
                        (size_t)a->active * sizeof(float),
                    k);
@@ -926,36 +927,41 @@ extern "C" int hx_cuda_router(hx_dev *d, const hx_router_args *a, hx_err *err)
 
 /* One row: the rank of an expert is how many are better, equal ones by lower id; NaN is
  * the worst. Only those that are among the best of their 32 can be picked: their ranks are
- * counted among these. Grid R, 12 bytes an expert, 12 for each of the best and 4 A shared.
+ * counted among these. Grid R, 8 bytes an expert, 12 for each of the best and 4 A shared.
  * Moves 8 R E bytes. */
 __global__ void router_pick(const pick_args a)
 {
     hx_cuda_in_turn();
     extern __shared__ double key[];
-    const int n = a.n_expert, most = min(a.active, 32), n_good = (n + 31) / 32 * most;
-    double *good = key + n;
+    const int n = a.n_expert, whole = (n + 31) / 32 * 32, most = min(a.active, 32),
+              n_good = whole / 32 * most;
+    double *good = key + whole;
     int *who = (int *)(good + n_good);
     float *best = (float *)(who + n_good);
     float *score = a.score + (int64_t)blockIdx.x * n;
     const int64_t out = (int64_t)blockIdx.x * a.active;
 
-    for (int e = threadIdx.x; e < n; e += blockDim.x) {
+    for (int e = threadIdx.x; e < whole; e += blockDim.x) {
+        if (e >= n) { /* the last 32 may be fewer */
+            key[e] = NAN;
+            continue;
+        }
         const float sc = hx_sigmoid(score[e]);
         const double k = (double)sc + (double)a.bias[e];
 
         score[e] = sc;
         key[e] = k == k ? k : -(double)INFINITY;
     }
-    for (int i = threadIdx.x; i < n_good; i += blockDim.x) /* the last 32 may be fewer */
+    for (int i = threadIdx.x; i < n_good; i += blockDim.x)
         who[i] = -1, good[i] = NAN;
     __syncthreads();
     for (int e = threadIdx.x; e < n; e += blockDim.x) {
         const double k = key[e];
-        const int from = e & ~31, end = min(from + 32, n);
+        const int from = e & ~31;
         int rank = 0;
 
 #pragma unroll 8
-        for (int o = from; o < end; o++)
+        for (int o = from; o < from + 32; o++)
             rank += key[o] > k || (key[o] == k && o < e);
         if (rank < most) {
             good[e / 32 * most + rank] = k;
