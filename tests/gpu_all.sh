@@ -43,6 +43,13 @@ sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-san
 if [ -x "$sanitizer" ]; then
     try memcheck "$sanitizer" --error-exitcode 1 build/gpu/cuda_prefill small
     try memcheck_ops "$sanitizer" --error-exitcode 1 "$build/test/ops_test" --gpu
+    try memcheck_few "$sanitizer" --error-exitcode 1 build/gpu/cuda_gemm few 4096x24576
+    # Not matmul, moe, kda_chunk and mla_attend: it does not get through Hopper's copies.
+    for op in embed rmsnorm layernorm head_matmul swiglu hc_mix hc_merge hc_mean conv_short kda_gate kda_step kda_out \
+        latent_append index_append index_score topk router plan combine sample; do
+        try "race_$op" bash -o pipefail -c '"$0" --tool racecheck --racecheck-report all "$1" --gpu "table $2" |
+            tee /dev/stderr | grep " 0 hazards displayed"' "$sanitizer" "$build/test/ops_test" "$op"
+    done
 else
     echo "SKIP memcheck: no compute-sanitizer"
     skipped=1
