@@ -20,7 +20,7 @@ try() {          # NAME COMMAND…
 # Kernels by themselves, against double and the CPU's bits.
 RUN=0 try builds tests/gpu.sh build/gpu
 try decode build/gpu/cuda_check check moe
-try rows build/gpu/cuda_gemm check experts
+try rows build/gpu/cuda_gemm check experts few
 try prefill build/gpu/cuda_prefill check
 try encode build/gpu/cuda_encode check
 try ops "$build/test/ops_test" --gpu

@@ -69,8 +69,9 @@ void bench_random_ids(const hx_info *info, uint64_t seed, int32_t *ids, int64_t 
 /* What caches make of a recorded trace. bench_trace.c */
 int bench_trace(const hx_cli *c, bench_report *out);
 
-/* Where experts ran between two looks at them, over seconds of decode. bench_lanes.c */
-void bench_lanes(bench_report *out, const char *what, const hx_experts *a,
+/* Where experts ran between two looks at them, over seconds of decode of n streams, beside
+ * the bound. bench_lanes.c */
+void bench_lanes(bench_report *out, const char *what, int n, const hx_experts *a,
                  const hx_experts *b, double seconds);
 
 int bench_ops(const hx_cli *c, bench_report *out);               /* tools.c */

@@ -18,7 +18,7 @@ static void put_rows(bench_report *out, const char *what, const row *r, size_t n
     }
 }
 
-void bench_lanes(bench_report *out, const char *what, const hx_experts *a,
+void bench_lanes(bench_report *out, const char *what, int n, const hx_experts *a,
                  const hx_experts *b, double seconds)
 {
     const double steps = (double)(b->steps - a->steps),
@@ -29,13 +29,8 @@ void bench_lanes(bench_report *out, const char *what, const hx_experts *a,
                  ahead = (double)(b->ahead - a->ahead) / steps,
                  missing = link + lane + ahead,
                  named = (double)(b->predicted - a->predicted),
-                 rate = 1 / b->us[1] + (b->us[2] > 0 ? 1 / b->us[2] : 0),
-                 step = seconds / steps * 1e3,
-                 lanes_ms = missing / rate / 1e3, /* the best split: both end at once */
-        host_ms = b->host_gbs > 0 ? missing * mb / b->host_gbs : 0,
-                 gpu_mb = (double)b->rest_bytes / 1e6 + here * mb,
-                 gpu_ms = b->copy_gbs > 0 ? gpu_mb / b->copy_gbs : 0,
-                 bound = HX_MAX(lanes_ms, host_ms) + gpu_ms;
+                 step = seconds / steps * 1e3;
+    const cli_bound bound = cli_step_bound(b, here, missing);
     const row counts[] = {
         { "slots", b->n_slot, "experts" },
         { "distinct experts", here + missing, "a step" },
@@ -78,11 +73,14 @@ void bench_lanes(bench_report *out, const char *what, const hx_experts *a,
         { "post to the CPU", b->us[4], "us" },
         { "host memory, read by GPU and CPUs", b->host_gbs, "GB/s" },
         { "GPU memory, copies", b->copy_gbs, "GB/s" },
-        { "bound: misses at the rates of link and CPU", lanes_ms, "ms" },
-        { "bound: misses at that of host memory", host_ms, "ms" },
-        { "bound: the rest at that of GPU memory", gpu_ms, "ms" },
-        { "bound: the longer of the misses', and the rest", bound, "ms" },
-        { "share of the bound", 100 * bound / step, "%" },
+        { "bound: misses at the rates of link and CPU", bound.lanes_ms, "ms" },
+        { "bound: misses at that of host memory", bound.host_ms, "ms" },
+        { "bound: the rest at that of GPU memory", bound.gpu_ms, "ms" },
+        { "bound: the longer of the misses', and the rest", bound.ms, "ms" },
+        { "bound: over the link or fetched", bound.link, "a step" },
+        { "bound: on the CPU", bound.lane, "a step" },
+        { "bound: rate", 1e3 * n / HX_MAX(bound.ms, 1e-3), "tok/s" },
+        { "share of the bound", 100 * bound.ms / step, "%" },
     };
 
     if (steps <= 0)

@@ -67,6 +67,21 @@ int cli_reply_feed(hx_reply *r, const hx_event *ev, hx_reply_sink *sink, void *u
 int cli_chat_ids(hx_engine *e, const char *text, bool closed, int32_t **ids, int64_t *n,
                  hx_err *err);
 
+/* What a decode step takes at least: the experts that are missing, by the best split of link
+ * and CPU lane and by what host memory gives to both; and what is in GPU memory, by the rate
+ * of copies. bound.c */
+typedef struct {
+    double ms, lanes_ms, host_ms,
+        gpu_ms;        /* in all: the longer of the first two, and gpu_ms */
+    double link, lane; /* experts of that split */
+    double gpu_mb;
+    const char *limit;
+} cli_bound;
+
+/* here, missing: experts of a step. A cost or rate that is 0 was not measured or is not
+ * there. */
+cli_bound cli_step_bound(const hx_experts *x, double here, double missing);
+
 int cmd_serve(const hx_cli *c);
 int cmd_run(const hx_cli *c);
 int cmd_chat(const hx_cli *c);

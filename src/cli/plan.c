@@ -3,38 +3,6 @@
  * what cannot fit is refused as serve would. */
 #include "cli/cli.h"
 
-/* What a step of one stream reads, and its bound. */
-typedef struct {
-    double ms, here, link, lane; /* experts in GPU memory, over the link, on the CPU */
-    const char *limit;
-} split;
-
-/* When part of the experts is missing: the longer side of the best split, as op plan would
- * choose it for all layers at once; and what is in GPU memory, at the rate of that. */
-static split step_of(const hx_experts *x, double picks, double hit)
-{
-    const double missing = picks * (1 - hit);
-    split s = { .ms = missing * x->us[1] / 1e3,
-                .here = picks * hit,
-                .link = missing,
-                .limit = missing > 0 ? "link" : "GPU" };
-
-    for (double lane = 0; x->us[2] > 0 && lane <= missing; lane += 1) {
-        const double cpu = lane * x->us[2] / 1e3, gpu = (missing - lane) * x->us[1] / 1e3;
-
-        if (HX_MAX(cpu, gpu) < s.ms) {
-            s.ms = HX_MAX(cpu, gpu);
-            s.lane = lane;
-            s.link = missing - lane;
-            s.limit = cpu >= gpu ? "CPU lane" : "link";
-        }
-    }
-    s.ms += s.here * x->us[0] / 1e3;
-    if (x->copy_gbs > 0)
-        s.ms += (double)x->rest_bytes / x->copy_gbs / 1e6;
-    return s;
-}
-
 static void line(const char *name, uint64_t bytes)
 {
     char text[32];
@@ -65,16 +33,15 @@ static void print_experts(const hx_experts *x, const hx_info *info)
            layers, x->n_slot, x->n_expert);
     const double hits[] = { share, 0.4, 0.6 };
     for (size_t i = 0; i < HX_LEN(hits); i++) {
-        const split p = step_of(x, picks, hits[i]);
+        const cli_bound p = cli_step_bound(x, picks * hits[i], picks * (1 - hits[i]));
         const double mb = (double)x->expert_bytes / 1e6;
 
         if (i == 0 || hits[i] > share)
             printf("  %2.0f %% hits%s: a step reads %.0f MB in GPU memory, %.0f over the "
                    "link, %.0f on the CPU; %.1f ms or more, at most %.1f tok/s; the %s "
                    "limits\n",
-                   100 * hits[i], i == 0 ? " (even picks)" : "",
-                   (double)x->rest_bytes / 1e6 + p.here * mb, p.link * mb, p.lane * mb,
-                   p.ms, 1e3 / HX_MAX(p.ms, 1e-3), p.limit);
+                   100 * hits[i], i == 0 ? " (even picks)" : "", p.gpu_mb, p.link * mb,
+                   p.lane * mb, p.ms, 1e3 / HX_MAX(p.ms, 1e-3), p.limit);
     }
 }
 
