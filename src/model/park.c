@@ -46,6 +46,7 @@ typedef struct {
     int64_t used_s; /* of the wall clock */
     int64_t found;  /* its place among those */
     bool foreign;   /* of another model or build, or it could not be read */
+    bool gone;      /* no file any more */
 } entry;
 
 typedef struct {
@@ -55,8 +56,8 @@ typedef struct {
 
 /* The folder as it was when it was looked through. */
 typedef struct {
-    entry *file; /* [n_file], by name */
-    int64_t n_file, cap_file;
+    entry *file; /* [n_file], by name; n_gone of them are gone, less than half */
+    int64_t n_file, n_gone, cap_file;
     found *found; /* [n_found], by from */
     int64_t n_found;
     uint64_t bytes; /* of all files */
@@ -598,17 +599,27 @@ static int64_t place_of(const listing *l, const hx_park_name *name)
     return lo;
 }
 
+static bool is_named(const entry *e, const hx_park_name *name)
+{
+    return memcmp(e->name.b, name->b, sizeof name->b) == 0;
+}
+
 static entry *entry_of(const listing *l, const hx_park_name *name)
 {
     const int64_t i = place_of(l, name);
 
-    return i < l->n_file && memcmp(l->file[i].name.b, name->b, sizeof name->b) == 0
-               ? &l->file[i]
-               : NULL;
+    return i < l->n_file && !l->file[i].gone && is_named(&l->file[i], name) ? &l->file[i]
+                                                                            : NULL;
 }
 
 static bool insert_entry(listing *l, int64_t at, const entry *e)
 {
+    if (at < l->n_file && is_named(&l->file[at], &e->name)) { /* it was gone */
+        l->file[at] = *e;
+        l->n_gone--;
+        l->bytes += e->bytes;
+        return true;
+    }
     if (l->n_file == l->cap_file) {
         const int64_t cap = HX_MAX(64, 2 * l->cap_file);
         entry *more = hx_realloc(l->file, (size_t)cap * sizeof *more);
@@ -833,14 +844,22 @@ static void queue(hx_park *p, job *j)
 
 /* ---- index ------------------------------------------------------------- */
 
+/* Those that are gone leave together, so that forgetting many takes no longer for each. */
 static void drop_entry(hx_park *p, entry *e)
 {
     listing *l = &p->list;
+    int64_t n = 0;
 
     l->bytes -= e->bytes;
     hx_count(HX_C_park_disk_bytes, -(int64_t)e->bytes);
-    l->n_file--;
-    memmove(e, e + 1, (size_t)(l->file + l->n_file - e) * sizeof *e);
+    e->gone = true;
+    if (2 * ++l->n_gone < l->n_file)
+        return;
+    for (int64_t i = 0; i < l->n_file; i++)
+        if (!l->file[i].gone)
+            l->file[n++] = l->file[i];
+    l->n_file = n;
+    l->n_gone = 0;
 }
 
 bool hx_park_is_ours(const hx_park *p)
@@ -874,7 +893,7 @@ bool hx_park_drop_foreign(hx_park *p)
     hx_park_name name;
 
     for (const entry *e = p->list.file; e < p->list.file + p->list.n_file; e++)
-        if (e->foreign && (old == NULL || e->used_s < old->used_s))
+        if (e->foreign && !e->gone && (old == NULL || e->used_s < old->used_s))
             old = e;
     if (old == NULL)
         return false;

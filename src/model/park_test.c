@@ -844,15 +844,59 @@ static void test_identity(void **state)
     assert_int_equal(hx_park_identify(b, folder, "x", &err), HX_EIO);
 }
 
+/* The index of files against a plain list: 500 names come, go and come again at random. */
+static void test_index(void **state)
+{
+    enum { NAMES = 500, TURNS = 20000 };
+    uint64_t bytes[NAMES] = { 0 }; /* 0: it is not there */
+    hx_park p = { 0 };
+    listing *l = &p.list;
+
+    (void)state;
+    for (uint64_t turn = 0; turn < TURNS; turn++) {
+        const uint64_t r = hx_rng_at(5, turn), i = r % NAMES;
+        entry e = { .bytes = 1 + r % 1000 };
+
+        for (size_t b = 0; b < sizeof e.name.b; b++)
+            e.name.b[b] = (uint8_t)hx_rng_at(i, b);
+        entry *there = entry_of(l, &e.name);
+
+        assert_int_equal(there != NULL ? there->bytes : 0, bytes[i]);
+        if (there == NULL)
+            assert_true(insert_entry(l, place_of(l, &e.name), &e));
+        else
+            drop_entry(&p, there);
+        bytes[i] = bytes[i] == 0 ? e.bytes : 0;
+        if (turn % 100 == 0) {
+            uint64_t all = 0;
+
+            for (int64_t k = 0; k < l->n_file; k++)
+                assert_true(k == 0 || by_name(&l->file[k - 1], &l->file[k]) < 0);
+            for (size_t k = 0; k < NAMES; k++)
+                all += bytes[k];
+            assert_int_equal(l->bytes, all);
+            assert_true(2 * l->n_gone <= l->n_file);
+        }
+    }
+    hx_free(l->file);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_round_trip),    cmocka_unit_test(test_corrupt),
-        cmocka_unit_test(test_other_files),   cmocka_unit_test(test_failing_disk),
-        cmocka_unit_test(test_failing_reads), cmocka_unit_test(test_poor_file_system),
-        cmocka_unit_test(test_budgets),       cmocka_unit_test(test_kill),
-        cmocka_unit_test(test_second),        cmocka_unit_test(test_compete),
-        cmocka_unit_test(test_removed),       cmocka_unit_test(test_identity),
+        cmocka_unit_test(test_round_trip),
+        cmocka_unit_test(test_corrupt),
+        cmocka_unit_test(test_index),
+        cmocka_unit_test(test_other_files),
+        cmocka_unit_test(test_failing_disk),
+        cmocka_unit_test(test_failing_reads),
+        cmocka_unit_test(test_poor_file_system),
+        cmocka_unit_test(test_budgets),
+        cmocka_unit_test(test_kill),
+        cmocka_unit_test(test_second),
+        cmocka_unit_test(test_compete),
+        cmocka_unit_test(test_removed),
+        cmocka_unit_test(test_identity),
     };
 
     return cmocka_run_group_tests_name("park", tests, make_folder, remove_folder);
