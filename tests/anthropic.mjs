@@ -9,7 +9,10 @@ import { answer, becomesIdle, events, functions, hello, post, question, rejected
 
 const client = new Anthropic({ baseURL: root, apiKey: 'any', maxRetries: 0, timeout: 60000 });
 const test = suite('anthropic');
-const model = (await client.models.list()).data[0].id;
+const listed = [];
+for await (const m of client.models.list({ limit: 1 }))
+    listed.push(m);
+const model = listed[0].id;
 const tools = functions.map(({ parameters, ...f }) => ({ ...f, input_schema: parameters }));
 const thinking = { thinking: { type: 'adaptive' } };
 const high = { ...thinking, output_config: { effort: 'high' } };
@@ -95,6 +98,14 @@ async function both(body) {
     return whole;
 }
 const user = content => [{ role: 'user', content }];
+
+await test('models', async () => {
+    assert.equal(listed.length, 1);
+    assert.equal(listed[0].type, 'model');
+    assert.equal(listed[0].display_name, model);
+    assert.ok(Math.abs(Date.parse(listed[0].created_at) - Date.now()) < 3600e3, listed[0].created_at);
+    assert.equal((await client.models.retrieve(model)).id, model);
+});
 
 await test('create', async () => {
     const r = await create('Hello!');

@@ -322,15 +322,22 @@ static void answer_root(hx_exchange *x)
 
 /* ---- small routes ------------------------------------------------------ */
 
+/* OpenAI's fields and Anthropic's. */
 static void write_model(hx_sb *b, const hx_server *s)
 {
     const hx_info *i = &s->info;
+    const time_t made = (time_t)s->created_s;
+    struct tm utc;
+    char at[32];
     const bool calls = i->reply_format != NULL && strcmp(i->reply_format, "plain") != 0;
 
     hx_sb_str(b, "{\"id\":");
     hx_json_put_str(b, hx_server_model_name(s));
     hx_sb_printf(b, ",\"object\":\"model\",\"created\":%lld,\"owned_by\":\"hoist\"",
                  (long long)s->created_s);
+    strftime(at, sizeof at, "%Y-%m-%dT%H:%M:%SZ", gmtime_r(&made, &utc));
+    hx_sb_printf(b, ",\"type\":\"model\",\"created_at\":\"%s\",\"display_name\":", at);
+    hx_json_put_str(b, hx_server_model_name(s));
     hx_sb_printf(b, ",\"max_model_len\":%lld,\"context_length\":%lld",
                  (long long)i->ctx_tokens, (long long)i->ctx_tokens);
     hx_sb_str(b, ",\"architecture\":{\"name\":");
@@ -357,9 +364,13 @@ static int models(hx_call *c)
 
     hx_sb_str(&b, "{\"object\":\"list\",\"data\":[");
     write_model(&b, c->server);
+    hx_sb_str(&b, "],\"has_more\":false,\"first_id\":");
+    hx_json_put_str(&b, hx_server_model_name(c->server));
+    hx_sb_str(&b, ",\"last_id\":");
+    hx_json_put_str(&b, hx_server_model_name(c->server));
     hx_sb_str(&b, q.n > 0 && memmem(q.p, q.n, codex, sizeof codex - 1) != NULL
-                      ? "],\"models\":[]}"
-                      : "]}");
+                      ? ",\"models\":[]}"
+                      : "}");
     hx_server_reply_json(c, &b);
     hx_sb_free(&b);
     return 0;
