@@ -12,6 +12,7 @@
 /* Workers of the lane spin from one layer's job to the next. */
 #define SPIN_US     4000
 #define DEADLINE_US 2000000
+#define PATIENCE    20 /* times as long as the largest job takes when all is quiet */
 
 /* The lane's own side. */
 struct hx_lane_host {
@@ -226,6 +227,12 @@ void hx_lane_close(hx_lane *l)
     hx_free(h->id);
     hx_free(h);
     hx_free(l);
+}
+
+void hx_lane_expect(hx_lane *l, double expert_us)
+{
+    l->deadline_us =
+        HX_MAX(l->deadline_us, (int64_t)(PATIENCE * (double)l->max_pick * expert_us));
 }
 
 void hx_lane_awake(hx_lane *l)

@@ -170,6 +170,7 @@ static int time_lane(hx_store *s, const trial *t, hx_err *err)
     r->lane_us = (float)HX_MAX((all - one) / (double)(n - 1), 0.1);
     r->row_us = (float)(HX_MAX(more - all, 0) / (double)(n * HX_MAX(rows - 1, 1)));
     r->post_us += (float)HX_MAX(one - (double)r->lane_us, 0);
+    hx_lane_expect(s->lane, (double)r->lane_us);
     s->learn = true;
     return 0;
 }
