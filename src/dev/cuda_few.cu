@@ -39,7 +39,7 @@ template <int OUT>
 constexpr int few_threads = OUT == WIDE ? (4 + few_decoders<OUT> + 4) / 4 * 128
                                         : 32 * (4 + few_decoders<OUT> + 1);
 
-static __host__ __device__ inline int few_x_bytes(int rows)
+static __host__ __device__ constexpr int few_x_bytes(int rows)
 {
     return (rows + 7) / 8 * 1024;
 }
@@ -50,12 +50,15 @@ template <int OUT> static __host__ __device__ inline int few_half(int rows)
     return OUT == WIDE ? (rows + 15) / 16 * 8 : FEW_ROWS / FEW_SHARE;
 }
 
-template <int OUT> static int few_bytes(int rows, int k2, int stages)
+template <int OUT> static constexpr int few_bytes(int rows, int k2, int stages)
 {
     return stages * (few_x_bytes(rows) + OUT * 128 + 3 * 8) +
            few_decoders<OUT> * FEW_AHEAD * 128 * k2 + (OUT == 64 ? FEW_OUT : 0) +
            (OUT == WIDE ? WIDE_GROUPS : 1) * ENDING_BYTES + 8;
 }
+
+static_assert(few_bytes<64>(FEW_ROWS, 16, few_teams<64>) + FEW_BESIDE <= 227 * 1024,
+              "Hopper takes it at any rate");
 
 /* Shared memory of a thread block. */
 struct few {
