@@ -71,8 +71,8 @@ int cli_chat_ids(hx_engine *e, const char *text, bool closed, int32_t **ids, int
  * and CPU lane and by what host memory gives to both; and what is in GPU memory, by the rate
  * of copies. bound.c */
 typedef struct {
-    double ms, lanes_ms, host_ms,
-        gpu_ms;        /* in all: the longer of the first two, and gpu_ms */
+    double lanes_ms, host_ms, gpu_ms;
+    double ms;         /* in all: the longer of the first two, and the third */
     double link, lane; /* experts of that split */
     double gpu_mb;
     const char *limit;

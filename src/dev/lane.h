@@ -58,8 +58,7 @@ typedef struct {
     const hx_expert *const *expert;
     int64_t n_layer, n_expert, active, max_rows, dim;
     float limit;
-    int64_t
-        deadline_us; /* how long combine waits; 0: 2 s or as hx_lane_expect() makes it */
+    int64_t deadline_us; /* how long combine waits; 0: as hx_lane_expect() says */
 } hx_lane_opt;
 
 /* What of the time from posting to seeing an answer was not the lane's own. */
@@ -71,8 +70,8 @@ HX_HD uint64_t hx_lane_post_ns(uint64_t ns, uint64_t answer)
 }
 
 int hx_lane_open(hx_lane **out, const hx_lane_opt *opt, hx_err *err);
-/* What an expert takes, measured: where the CPUs are slow, a deadline allows for the largest
- * job. Before steps are recorded. */
+/* What an expert takes, measured: combine waits 2 s, or where the CPUs are slow many times as
+ * long as the largest job takes. Before steps are recorded. */
 void hx_lane_expect(hx_lane *l, double expert_us);
 void hx_lane_close(hx_lane *l); /* NULL is fine */
 /* Between awake and rest the lane's thread polls; else it sleeps. Calls nest. */
