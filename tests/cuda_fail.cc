@@ -19,6 +19,7 @@ static struct {
     int n_gpu, driver, major;
     unsigned code, n_attr; /* what the code is for; attributes of the last launch */
     bool warned;
+    int64_t n_expert;             /* of a layer, that it is opened for */
     size_t free_bytes, elsewhere; /* the GPU sees host memory so far from where it is */
 } gpu;
 
@@ -257,6 +258,7 @@ static int open_it(hx_dev *d, const char *name, hx_err *err)
 
     memset(d, 0, sizeof *d);
     opt.name = name;
+    opt.limits.max_expert = gpu.n_expert;
     d->ops = &hx_cuda_ops;
     return hx_cuda_open(d, &opt, err);
 }
@@ -290,6 +292,8 @@ static void opens(void)
     check_open("number", HX_EARG, "there are cuda:0 to cuda:0");
     gpu.major = 7;
     check_open("old_gpu", HX_EUNSUP, "compute capability 7.0, at least 8.0 is needed");
+    gpu.n_expert = 2049;
+    check_open("experts", HX_EUNSUP, "2049 experts a layer, a GPU takes up to 2048");
     gpu.image = cudaErrorNoKernelImageForDevice;
     check_open("no_code", HX_EUNSUP, "use the portable build");
     gpu.image = cudaErrorUnsupportedPtxVersion;

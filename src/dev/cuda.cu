@@ -9,7 +9,10 @@
 
 #include "dev/cuda_tensor.h"
 
-enum { OLDEST_CC = 80 }; /* int8 matrix units with unsigned operands, cp.async */
+enum {
+    OLDEST_CC = 80,     /* int8 matrix units with unsigned operands, cp.async */
+    MOST_EXPERTS = 2048 /* of a layer, which a thread block ranks or sorts */
+};
 
 /* ---- errors ---------------------------------------------------------- */
 
@@ -409,6 +412,11 @@ int hx_cuda_open(hx_dev *d, const hx_dev_opt *opt, hx_err *err)
                        "device %s has no instruction sets to choose from (%s); name the "
                        "device cpu, or leave it out",
                        opt->name, opt->isa);
+    if (opt->limits.max_expert > MOST_EXPERTS)
+        return hx_fail(err, HX_EUNSUP,
+                       "device %s: %lld experts a layer, a GPU takes up to %d; use the "
+                       "device cpu",
+                       opt->name, (long long)opt->limits.max_expert, MOST_EXPERTS);
     const cudaError_t made = cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking);
     if (made != cudaSuccess)
         return hx_cuda_fail(err, opt->name, made);

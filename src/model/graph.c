@@ -13,9 +13,8 @@
 #define ALIGN      256
 #define SCORE_ROWS 64 /* whose index scores are computed together, at full context */
 /* On a device with memory of its own: */
-#define FULL_ROWS    256
-#define SCORE_BYTES  ((size_t)128 << 20)
-#define MOST_EXPERTS 2048 /* of a layer: a thread block ranks and sorts them */
+#define FULL_ROWS   256
+#define SCORE_BYTES ((size_t)128 << 20)
 /* Of a synthetic model's picks, so many are predicted one layer before: published runs of
  * real models say 0.65 to 0.75. */
 #define SYNTH_RECALL 0.7
@@ -307,11 +306,6 @@ int hx_graph_open(hx_graph **out, hx_model *m, hx_dev *dev, hx_cache *c, int64_t
         return hx_fail(err, HX_EARG,
                        "graph: %lld rows, %lld logits rows; each must be at least 1",
                        (long long)max_rows, (long long)max_out);
-    if (!hx_dev_is_host(dev) && m->desc.n_expert > MOST_EXPERTS)
-        return hx_fail(err, HX_EUNSUP,
-                       "the model has %lld experts a layer, a GPU takes up to %d; use "
-                       "--device cpu",
-                       (long long)m->desc.n_expert, MOST_EXPERTS);
     if ((g = hx_new(hx_graph, 1)) == NULL)
         return hx_fail(err, HX_ENOMEM, "graph: no memory");
     g->model = m;
