@@ -100,12 +100,12 @@ size_t hx_cuda_chunk_scratch_bytes(const hx_dev_limits *l);
 #include "dev/canon.h"
 
 enum {
+    /* Bytes of shared memory that a block can have on any GPU: no more on sm_86, sm_89 and
+     * sm_120. */
+    HX_CUDA_LEAST_SHARED = 99 << 10,
     HX_CUDA_STAGES = 4, /* calls that may have host data on its way at a time */
     HX_CUDA_SPANS = 64, /* spans that fit into the arguments of a kernel */
     HX_CUDA_MARKS = 64, /* pushes whose end can be asked for at a time */
-    HX_CUDA_LEAST_SHARED =
-        99 << 10, /* bytes that a block can have on any GPU: sm_86, sm_89
-                                      * and sm_120 have no more */
 };
 
 /* Host data of a call (sampling parameters, expert tables): pinned memory, and a device

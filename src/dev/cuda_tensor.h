@@ -1,7 +1,7 @@
 /* cuda_tensor.h - tensor cores, barriers and asynchronous copies for kernels that multiply
  * many rows: wgmma and bulk copies where the code is compiled for Hopper (sm_90a),
- * mma.sync and cp.async elsewhere. Included by cuda_gemm.h, cuda_matmul.h,
- * cuda_mla.cu, and cuda.cu, which tells hosts what was compiled. Nothing here knows a weight format. */
+ * mma.sync and cp.async elsewhere. Included by cuda_gemm.h, cuda_matmul.h, cuda_mla.cu, and
+ * cuda.cu, which tells hosts what was compiled. Nothing here knows a weight format. */
 #ifndef HX_CUDA_TENSOR_H
 #define HX_CUDA_TENSOR_H
 
