@@ -12,8 +12,9 @@
 
 #include "engine/engine.h"
 
-#define DEMO  "models/demo-exl3"
-#define N_MAX 8192
+#define DEMO     "models/demo-exl3"
+#define N_MAX    8192
+#define PATIENCE 6000 /* looks, 10 ms apart */
 
 static const char *device = "cpu";
 
@@ -727,23 +728,27 @@ static void test_takeover(void **state)
     ask(first, t, 1000, 8, b);
     ask(second, t, 500, 8, a);
     assert_int_equal(a->end.cached, 0);
-    hx_close(
-        second); /* writes nothing: the folder is the first one's, when that is idle */
+    hx_close(second); /* writes nothing: the folder is the first one's, when it is idle */
     assert_true(files_in_folder(false) == 0 || hx_now_us() - start > 5000000);
     second = open_with(&disk);
     ask(second, t, 500, 8, a);
     hx_close(first);
     n_files = files_in_folder(false);
     assert_true(n_files > 2);
-    do
+    for (int i = 0; i < PATIENCE; i++) {
         hx_get_status(second, &st);
-    while (st.disk_bytes != bytes_in_folder(folder) && usleep(10000) == 0);
+        if (st.disk_bytes == bytes_in_folder(folder))
+            break;
+        usleep(10000);
+    }
+    assert_int_equal(st.disk_bytes, bytes_in_folder(folder));
     ask(second, t, 1000, 8, a);
     assert_int_equal(a->end.cached, 1000);
     assert_same(a, b);
     ask(second, t + 500, 400, 8, a);
-    while (files_in_folder(false) == n_files) /* once it is idle */
-        usleep(10000);
+    for (int i = 0; i < PATIENCE && files_in_folder(false) == n_files; i++)
+        usleep(10000); /* until it is idle */
+    assert_true(files_in_folder(false) > n_files);
     hx_close(second);
     second = open_with(&disk);
     ask(second, t, 1000, 8, a);

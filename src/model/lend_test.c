@@ -307,9 +307,8 @@ static void test_hottest(void **state)
 
     assert_int_equal(c->n_slot, n_slot);
     assert_true(first >= 4);
-    for (int32_t i = 0; i < n_slot;
-         i++) { /* every third of both kinds, the last of all */
-        assert_true(c->tenant[i] >= 0);
+    for (int32_t i = 0; i < n_slot; i++) {
+        assert_true(c->tenant[i] >= 0); /* every third of both kinds, the last of all */
         c->heat[c->tenant[i]] = i == n_slot - 1 ? 200
                                 : i % 3 == 0    ? 100
                                                 : (uint8_t)(i % 5);

@@ -682,6 +682,7 @@ static experts *make_random(int32_t k2, hx_codebook cb)
         alone(r, i, r->want[i]);
     return r;
 }
+
 /* Who computes: the device, and the lane beside it. */
 typedef struct {
     const char *isa, *lane_isa;
