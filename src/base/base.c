@@ -408,6 +408,14 @@ bool hx_str_is(hx_str a, const char *b)
     return hx_str_eq(a, hx_str_c(b));
 }
 
+int hx_hex_digit(int c)
+{
+    if (c >= '0' && c <= '9')
+        return c - '0';
+    c |= 'a' - 'A';
+    return c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
+}
+
 /* Well-formed sequences by first byte: length n, and the range of the second byte, which
  * keeps out overlong forms, surrogates and what lies past U+10FFFF. Unicode 15, table
  * 3-7. */
@@ -746,6 +754,24 @@ int64_t hx_now_us(void)
 
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (int64_t)t.tv_sec * 1000000 + t.tv_nsec / 1000;
+}
+
+void hx_cond_init(pthread_cond_t *c)
+{
+    pthread_condattr_t clock;
+
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_cond_init(c, &clock);
+    pthread_condattr_destroy(&clock);
+}
+
+bool hx_cond_until(pthread_cond_t *c, pthread_mutex_t *lock, int64_t us)
+{
+    const struct timespec until = { .tv_sec = us / 1000000,
+                                    .tv_nsec = us % 1000000 * 1000 };
+
+    return pthread_cond_timedwait(c, lock, &until) == 0;
 }
 
 /* ---- random ---------------------------------------------------------- */

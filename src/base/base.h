@@ -6,6 +6,7 @@
 #ifndef HX_BASE_H
 #define HX_BASE_H
 
+#include <pthread.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -87,6 +88,7 @@ void hx_sb_free(hx_sb *b);
 hx_str hx_str_c(const char *s); /* NULL gives {NULL, 0} */
 bool hx_str_eq(hx_str a, hx_str b);
 bool hx_str_is(hx_str a, const char *b);
+int hx_hex_digit(int c); /* its value, or -1 */
 
 /* Decodes one code point at p[0..n); returns its length 1..4, or 0 when the bytes are
  * not UTF-8 (overlong, surrogate, past U+10FFFF), or -1 when they are a valid
@@ -165,6 +167,11 @@ bool hx_file_exists(const char *path);
 
 enum { HX_LOG_ERROR, HX_LOG_WARN, HX_LOG_INFO, HX_LOG_DEBUG };
 void hx_log(int level, const char *fmt, ...) HX_PRINTF(2, 3);
+
+/* A condition whose timed waits end by the clock of hx_now_us(). */
+void hx_cond_init(pthread_cond_t *c);
+/* As pthread_cond_wait(), but no longer than to that time: false once it has come. */
+bool hx_cond_until(pthread_cond_t *c, pthread_mutex_t *lock, int64_t us);
 
 /* ---- random ---------------------------------------------------------- */
 

@@ -6,6 +6,7 @@
 #include <stdint.h>
 #include <cmocka.h>
 
+#include <ctype.h>
 #include <stdio.h>
 #include <sys/wait.h>
 
@@ -567,6 +568,51 @@ static void test_file_failures(void **state)
 /* ---- random ---------------------------------------------------------- */
 
 /* Known answers published with the paper (Random123, kat_vectors, philox2x64 10). */
+/* A wait ends at its time, at once if that has come, and before it where somebody signals. */
+static void *signal_it(void *ud)
+{
+    pthread_mutex_t *lock = ((void **)ud)[1];
+
+    pthread_mutex_lock(lock);
+    pthread_cond_signal(((void **)ud)[0]);
+    pthread_mutex_unlock(lock);
+    return NULL;
+}
+
+static void test_until(void **state)
+{
+    pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    pthread_cond_t c;
+    void *both[] = { &c, &lock };
+    pthread_t t;
+
+    (void)state;
+    hx_cond_init(&c);
+    pthread_mutex_lock(&lock);
+    const int64_t start = hx_now_us();
+    while (hx_cond_until(&c, &lock, start + 20000))
+        ;
+    assert_true(hx_now_us() >= start + 20000);
+    assert_false(hx_cond_until(&c, &lock, start));
+    assert_int_equal(pthread_create(&t, NULL, signal_it, both), 0);
+    assert_true(hx_cond_until(&c, &lock, start + 60000000));
+    pthread_mutex_unlock(&lock);
+    pthread_join(t, NULL);
+    pthread_cond_destroy(&c);
+}
+
+static void test_hex(void **state)
+{
+    (void)state;
+    for (int c = -1; c < 256; c++) {
+        const char text[] = { (char)c, '\0' };
+        char *end;
+        const long v = strtol(text, &end, 16);
+
+        assert_int_equal(hx_hex_digit(c), c > 0 && isxdigit(c) && *end == '\0' ? v : -1);
+    }
+}
+
 static void test_philox(void **state)
 {
     static const struct {
@@ -990,6 +1036,8 @@ int main(void)
         cmocka_unit_test(test_parse_size),
         IN_DIR(test_files),
         IN_DIR(test_file_failures),
+        cmocka_unit_test(test_until),
+        cmocka_unit_test(test_hex),
         cmocka_unit_test(test_philox),
         cmocka_unit_test(test_random),
         cmocka_unit_test(test_machine),

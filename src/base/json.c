@@ -73,15 +73,6 @@ static bool scan_fail(scanner *s, size_t i, const char *what)
     return false;
 }
 
-/* -1 when c is none, or the end of the text. */
-static int hex_digit(int c)
-{
-    if (is_digit(c))
-        return c - '0';
-    c |= 'a' - 'A';
-    return c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
-}
-
 static bool scan_escape(scanner *s, size_t *i, bool *has_nul)
 {
     const int c = at(s, *i + 1);
@@ -94,7 +85,7 @@ static bool scan_escape(scanner *s, size_t *i, bool *has_nul)
         return true;
     }
     for (size_t k = 2; k < 6; k++) {
-        const int digit = hex_digit(at(s, *i + k));
+        const int digit = hx_hex_digit(at(s, *i + k));
 
         if (digit < 0)
             return scan_fail(s, *i, "\\u needs four hexadecimal digits");

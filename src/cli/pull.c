@@ -29,6 +29,7 @@
 #define NOTE_BYTES   (1u << 20) /* how often progress goes to disk */
 #define SPARE_BYTES  (64u << 20) /* left free on the disk */
 #define LOCK_NAME    ".hoist-pull.lock"
+#define SHOW_US      100000 /* between two words of progress */
 
 typedef struct {
     const hx_pull *p;
@@ -613,7 +614,6 @@ static int fetch_all(puller *q, hx_err *err)
         n++;
     q->n_worker = n;
     while (q->n_worker > 0) {
-        struct timespec until;
         const uint64_t have = q->have;
 
         pthread_mutex_unlock(&q->lock);
@@ -621,13 +621,9 @@ static int fetch_all(puller *q, hx_err *err)
         if (q->p->fn != NULL)
             q->p->fn(q->p->ud, have, q->total);
         pthread_mutex_lock(&q->lock);
-        clock_gettime(CLOCK_REALTIME, &until);
-        until.tv_nsec += 100 * 1000000;
-        until.tv_sec += until.tv_nsec / 1000000000;
-        until.tv_nsec %= 1000000000;
         if (stopped(q)) /* who waits for a part must see it */
             pthread_cond_broadcast(&q->wake);
-        pthread_cond_timedwait(&q->wake, &q->lock, &until);
+        hx_cond_until(&q->wake, &q->lock, hx_now_us() + SHOW_US);
     }
     pthread_mutex_unlock(&q->lock);
     for (int i = 0; i < n; i++)
@@ -734,12 +730,10 @@ bool cli_pull_may_fill(const char *dir)
 
 int cli_pull(const hx_pull *p, hx_err *err)
 {
-    puller q = { .p = p,
-                 .lock_fd = -1,
-                 .lock = PTHREAD_MUTEX_INITIALIZER,
-                 .wake = PTHREAD_COND_INITIALIZER };
+    puller q = { .p = p, .lock_fd = -1, .lock = PTHREAD_MUTEX_INITIALIZER };
     int rc;
 
+    hx_cond_init(&q.wake);
     if ((rc = read_names(&q, getenv("HF_ENDPOINT"), err)) == 0 &&
         (rc = pull_net_open(&q.net, q.endpoint, getenv("HF_TOKEN"), err)) == 0 &&
         (rc = lock_folder(&q, err)) == 0 && (rc = read_list(&q, err)) == 0 &&

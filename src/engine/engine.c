@@ -12,22 +12,7 @@
 
 #define TEXT_FILE_MAX (256u << 20)
 
-/* ---- waiting, checking ------------------------------------------------ */
-
-void hx_engine_cond_init(pthread_cond_t *c)
-{
-    pthread_condattr_t clock;
-
-    pthread_condattr_init(&clock);
-    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
-    pthread_cond_init(c, &clock);
-    pthread_condattr_destroy(&clock);
-}
-
-struct timespec hx_engine_until(int64_t us)
-{
-    return (struct timespec) { .tv_sec = us / 1000000, .tv_nsec = us % 1000000 * 1000 };
-}
+/* ---- checking ------------------------------------------------ */
 
 void hx_engine_nudge(hx_engine *e)
 {
@@ -303,9 +288,9 @@ int hx_open(hx_engine **out, const hx_options *opt, hx_err *err)
         return hx_fail(err, HX_ENOMEM, "engine: no memory");
     pthread_mutex_init(&e->lock, NULL);
     pthread_mutex_init(&e->score_lock, NULL);
-    hx_engine_cond_init(&e->wake);
-    hx_engine_cond_init(&e->health.quit);
-    hx_engine_cond_init(&e->scrub.quit);
+    hx_cond_init(&e->wake);
+    hx_cond_init(&e->health.quit);
+    hx_cond_init(&e->scrub.quit);
     pthread_mutex_init(&e->health.record_lock, NULL);
     e->info.max_streams = opt->max_streams != 0 ? opt->max_streams : 8;
     e->info.max_queue = opt->max_queue != 0 ? opt->max_queue : 256;
@@ -638,7 +623,7 @@ static int stream_new(hx_engine *e, const hx_request *r, hx_stream **out, hx_err
     *out = NULL;
     if (s == NULL)
         return hx_fail(err, HX_ENOMEM, "request: no memory");
-    hx_engine_cond_init(&s->cond);
+    hx_cond_init(&s->cond);
     hx_arena_init(&s->arena, 1u << 20);
     s->engine = e;
     s->slot = -1;
@@ -827,15 +812,16 @@ static bool take_event(hx_stream *s, hx_event *ev)
 int hx_next(hx_stream *s, hx_event *ev, int timeout_ms)
 {
     hx_engine *e = s->engine;
-    const struct timespec until =
-        hx_engine_until(hx_now_us() + (int64_t)timeout_ms * 1000);
-    int rc = 0;
-    bool got;
+    const int64_t until = hx_now_us() + (int64_t)timeout_ms * 1000;
+    bool got, more = timeout_ms != 0;
 
     pthread_mutex_lock(&e->lock);
-    while (!(got = take_event(s, ev)) && timeout_ms != 0 && rc != ETIMEDOUT)
-        rc = timeout_ms < 0 ? pthread_cond_wait(&s->cond, &e->lock)
-                            : pthread_cond_timedwait(&s->cond, &e->lock, &until);
+    while (!(got = take_event(s, ev)) && more) {
+        if (timeout_ms < 0)
+            pthread_cond_wait(&s->cond, &e->lock);
+        else
+            more = hx_cond_until(&s->cond, &e->lock, until);
+    }
     pthread_mutex_unlock(&e->lock);
     return got;
 }

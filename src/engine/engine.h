@@ -81,7 +81,7 @@ typedef struct {
  * max_streams and ctx_tokens. Returns pages; 0: not enough. */
 int64_t hx_engine_memory_fit(hx_info *info, const hx_cache_want *w);
 /* Opens the device and all that lies in its memory. Errors: HX_EARG, HX_ENOMEM, HX_EUNSUP,
- * HX_EDEVICE; what was opened stays for hx_close(). */
+ * HX_EDEVICE, HX_EIO; what was opened stays for hx_close(). */
 int hx_engine_memory_open(hx_engine *e, const hx_options *opt, hx_err *err);
 
 /* ---- sampling state (sample.c) ---------------------------------------- */
@@ -332,9 +332,6 @@ void hx_engine_stream_destroy(hx_stream *s); /* engine.c */
 void hx_engine_wake_reader(hx_stream *s);    /* under lock */
 /* The engine thread looks at what is new. Under lock. */
 void hx_engine_nudge(hx_engine *e);
-/* A condition whose waits end by the clock of hx_now_us(); a time of it for them. */
-void hx_engine_cond_init(pthread_cond_t *c);
-struct timespec hx_engine_until(int64_t us);
 
 /* health.c */
 int hx_health_open(hx_engine *e, const hx_options *opt, hx_err *err);
@@ -364,7 +361,7 @@ void hx_health_suspect(hx_stream *s, const hx_err *err);
 void hx_health_record(const hx_stream *s);
 
 /* scrub.c: weights in host memory against their checksums, where opt asks for it. Errors:
- * HX_EARG: there are none, HX_EFORMAT, HX_EIO, HX_ENOMEM. */
+ * HX_EARG: there are none, or a name is too long; HX_EFORMAT, HX_EIO, HX_ENOMEM. */
 int hx_scrub_start(hx_engine *e, const hx_options *opt, hx_err *err);
 void hx_scrub_close(hx_engine *e);
 

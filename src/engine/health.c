@@ -105,9 +105,8 @@ static void *run_watchdog(void *ud)
     pthread_mutex_lock(&e->lock);
     while (!e->closing) {
         const int64_t began = hx_now_us();
-        const struct timespec until = hx_engine_until(began + every_us);
 
-        pthread_cond_timedwait(&e->health.quit, &e->lock, &until);
+        hx_cond_until(&e->health.quit, &e->lock, began + every_us);
         if (hx_now_us() - began > 3 * every_us)
             atomic_store(&e->health.beat_us, hx_now_us());
         watch_beat(e);

@@ -59,7 +59,7 @@ int hx_reuse_open(hx_engine *e, const hx_options *opt, hx_err *err)
 
     if (r == NULL)
         return hx_fail(err, HX_ENOMEM, "kept prefixes: no memory");
-    hx_engine_cond_init(&r->answered);
+    hx_cond_init(&r->answered);
     r->mode = opt->prefix;
     r->ram_bytes = opt->park_ram_bytes != 0 ? opt->park_ram_bytes : default_ram_bytes(e);
     e->info.park_ram_bytes = r->mode != HX_PREFIX_OFF ? r->ram_bytes : 0;
@@ -587,9 +587,7 @@ static int ask(hx_engine *e, asked *a, hx_err *err)
     r->first = a;
     hx_engine_nudge(e);
     while (!a->done && rc == 0) {
-        const struct timespec until = hx_engine_until(hx_now_us() + LOOK_US);
-
-        pthread_cond_timedwait(&r->answered, &e->lock, &until);
+        hx_cond_until(&r->answered, &e->lock, hx_now_us() + LOOK_US);
         if (!a->done && atomic_load(&e->health.stalled) && take_back(r, a))
             rc = hx_fail(err, HX_EDEVICE, "engine: %s", hx_health_fault(e, NULL));
     }

@@ -1249,17 +1249,17 @@ static void wait_for_work(hx_engine *e, bool idle)
 {
     const bool empty = e->n_run == 0 && e->n_wait == 0;
     const int64_t most_us = !empty ? (idle ? 20000 : 0) : next_due_us(e);
-    const struct timespec until = hx_engine_until(hx_now_us() + most_us);
 
     if (most_us == 0)
         return;
+    const int64_t until = hx_now_us() + most_us;
     pthread_mutex_lock(&e->lock);
     if (empty)
         hx_health_work(e, false);
     while (e->inbox == NULL && !e->closing && hx_reuse_due_us(e) > hx_now_us()) {
         if (most_us < 0)
             pthread_cond_wait(&e->wake, &e->lock);
-        else if (pthread_cond_timedwait(&e->wake, &e->lock, &until) != 0 || !empty)
+        else if (!hx_cond_until(&e->wake, &e->lock, until) || !empty)
             break;
     }
     hx_health_work(e, true);

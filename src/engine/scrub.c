@@ -20,11 +20,9 @@
 /* Until then, or the end of the engine. True: go on. */
 static bool sleep_until(hx_engine *e, int64_t us)
 {
-    const struct timespec until = hx_engine_until(us);
-
     pthread_mutex_lock(&e->lock);
     while (!e->closing && hx_now_us() < us)
-        pthread_cond_timedwait(&e->scrub.quit, &e->lock, &until);
+        hx_cond_until(&e->scrub.quit, &e->lock, us);
     const bool go_on = !e->closing;
     pthread_mutex_unlock(&e->lock);
     return go_on;

@@ -782,12 +782,9 @@ static job *next_job(hx_park *p)
     job *j;
 
     while ((j = p->todo) == NULL && !p->closing) {
-        const struct timespec until = { p->look_us / 1000000,
-                                        p->look_us % 1000000 * 1000 };
-
         if (p->held) {
             pthread_cond_wait(&p->work, &p->lock);
-        } else if (pthread_cond_timedwait(&p->work, &p->lock, &until) == ETIMEDOUT) {
+        } else if (!hx_cond_until(&p->work, &p->lock, p->look_us)) {
             pthread_mutex_unlock(&p->lock);
             j = look(p);
             pthread_mutex_lock(&p->lock);
@@ -1082,18 +1079,14 @@ void hx_park_found_end(hx_park *p)
 int hx_park_open(hx_park **out, const hx_park_opt *opt, hx_err *err)
 {
     hx_park *p = hx_new(hx_park, 1);
-    pthread_condattr_t clock;
     int rc;
 
     *out = NULL;
     if (p == NULL)
         return hx_fail(err, HX_ENOMEM, "park: no memory");
     pthread_mutex_init(&p->lock, NULL);
-    pthread_condattr_init(&clock);
-    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
-    pthread_cond_init(&p->work, &clock);
-    pthread_condattr_destroy(&clock);
-    pthread_cond_init(&p->ready, NULL);
+    hx_cond_init(&p->work);
+    hx_cond_init(&p->ready);
     p->opt = *opt;
     p->sys = opt->sys != NULL ? *opt->sys : plain;
     p->dir_fd = p->lock_fd = -1;

@@ -67,7 +67,7 @@ typedef struct hx_store {
 
 /* Takes over the routed experts of a model whose other weights lie on dev already; locks
  * host memory, fills the slots, measures rates. Errors: HX_ENOMEM (with the arithmetic),
- * HX_EUNSUP. */
+ * HX_EUNSUP, HX_EIO (of the trace). */
 int hx_store_open(hx_store **out, struct hx_model *m, hx_dev *dev,
                   const hx_store_opt *opt, hx_err *err);
 void hx_store_close(hx_store *s); /* NULL is fine; before the model and the device */

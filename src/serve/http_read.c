@@ -131,14 +131,6 @@ hx_str hx_http_read_header(const hx_http_reader *r, const char *name)
     return (hx_str) { NULL, 0 };
 }
 
-static int hex(char c)
-{
-    if (c >= '0' && c <= '9')
-        return c - '0';
-    c |= 0x20;
-    return c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
-}
-
 /* Percent-decodes in place. Control characters and what is not UTF-8 are refused: they
  * would end up in logs and messages. */
 static bool decode_path(char *p, size_t *n)
@@ -147,8 +139,8 @@ static bool decode_path(char *p, size_t *n)
 
     for (size_t i = 0; i < *n; i++, to++) {
         if (p[i] == '%') {
-            const int hi = i + 2 < *n ? hex(p[i + 1]) : -1;
-            const int lo = i + 2 < *n ? hex(p[i + 2]) : -1;
+            const int hi = i + 2 < *n ? hx_hex_digit(p[i + 1]) : -1;
+            const int lo = i + 2 < *n ? hx_hex_digit(p[i + 2]) : -1;
 
             if (hi < 0 || lo < 0)
                 return false;

@@ -7,9 +7,8 @@
 #include "serve/serve.h"
 
 #include <pthread.h>
-#include <time.h>
 
-#define CANCEL_S 2 /* a cancelled answer ends within a step */
+#define CANCEL_US 2000000 /* a cancelled answer ends within a step */
 
 typedef struct {
     size_t at, n, id_at, id_n; /* in text */
@@ -181,7 +180,7 @@ int hx_response_store_open(hx_responses **out, hx_err *err)
     if (s == NULL)
         return hx_fail(err, HX_ENOMEM, "server: no memory");
     pthread_mutex_init(&s->lock, NULL);
-    pthread_cond_init(&s->ended, NULL);
+    hx_cond_init(&s->ended);
     s->max = HX_RESPONSES_MAX;
     s->max_bytes = HX_RESPONSES_MAX_BYTES;
     return 0;
@@ -270,17 +269,14 @@ void hx_response_store_finish(hx_responses *s, hx_str id, const hx_item *output,
 
 int hx_response_store_cancel(hx_responses *s, hx_str id)
 {
-    struct timespec until;
+    const int64_t until = hx_now_us() + CANCEL_US;
     response *r;
 
-    clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_sec += CANCEL_S;
     pthread_mutex_lock(&s->lock);
     r = find(s, id, NULL);
     if (r != NULL && r->gen != NULL)
         hx_gen_cancel(r->gen);
-    while (r != NULL && r->gen != NULL &&
-           pthread_cond_timedwait(&s->ended, &s->lock, &until) == 0)
+    while (r != NULL && r->gen != NULL && hx_cond_until(&s->ended, &s->lock, until))
         r = find(s, id, NULL);
     pthread_mutex_unlock(&s->lock);
     return r != NULL ? 0 : HX_EARG;

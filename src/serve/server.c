@@ -15,7 +15,7 @@
 
 #define SPARE_WORKERS   8          /* beside one per CPU */
 #define STACK_BYTES     (1u << 20) /* templates and JSON recurse */
-#define IDLE_S          10         /* a worker without work ends */
+#define IDLE_US         10000000   /* a worker without work ends */
 #define ARENA_MAX_BYTES (256u << 20)
 #define JSON            "application/json"
 
@@ -961,15 +961,13 @@ static hx_call *next_call(hx_server *s)
 /* The next call, or NULL when this worker should end. Under lock. */
 static hx_call *await_call(hx_server *s)
 {
-    struct timespec until;
+    const int64_t until = hx_now_us() + IDLE_US;
     hx_call *c;
-    int rc = 0;
+    bool more = true;
 
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_sec += IDLE_S;
     s->n_idle++;
-    while ((c = next_call(s)) == NULL && !s->closing && rc == 0)
-        rc = pthread_cond_timedwait(&s->work, &s->lock, &until);
+    while ((c = next_call(s)) == NULL && !s->closing && more)
+        more = hx_cond_until(&s->work, &s->lock, until);
     s->n_idle--;
     return c;
 }
@@ -1084,18 +1082,14 @@ int hx_server_open(hx_server **out, const hx_server_opt *opt, hx_err *err)
                                .max_connections = opt->max_connections,
                                .keepalive_ms = opt->keepalive_ms };
     hx_server *s = hx_new(hx_server, 1);
-    pthread_condattr_t clock;
     int rc;
 
     *out = NULL;
     if (s == NULL)
         return hx_fail(err, HX_ENOMEM, "server: no memory");
     pthread_mutex_init(&s->lock, NULL);
-    pthread_condattr_init(&clock);
-    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
-    pthread_cond_init(&s->work, &clock);
-    pthread_cond_init(&s->gone, &clock);
-    pthread_condattr_destroy(&clock);
+    hx_cond_init(&s->work);
+    hx_cond_init(&s->gone);
     s->official_tokens = opt->official_tokens;
     s->log_prompts = opt->log_prompts;
     s->drain_ms = opt->drain_ms > 0 ? opt->drain_ms : 30000;

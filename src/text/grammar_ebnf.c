@@ -108,7 +108,7 @@ static uint32_t read_hex(parser *s, int n)
     uint32_t v = 0;
 
     for (int i = 0; i < n; i++) {
-        const int digit = hx_scan_hex(peek(s, 0));
+        const int digit = hx_hex_digit(peek(s, 0));
 
         v = digit >= 0 ? v * 16 + (uint32_t)digit : UINT32_MAX;
         if (v > 0x10ffff)

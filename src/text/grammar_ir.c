@@ -133,14 +133,6 @@ bool hx_scan_number(hx_scan *s, uint32_t *out)
     return s->i > first;
 }
 
-int hx_scan_hex(int c)
-{
-    if (c >= '0' && c <= '9')
-        return c - '0';
-    c |= 0x20;
-    return c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
-}
-
 void hx_ir_check_repeat(hx_ir *ir, uint32_t min, uint32_t max)
 {
     if (min > ir->opt.repeat || (max != HX_IR_NO_END && max > ir->opt.repeat))

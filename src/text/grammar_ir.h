@@ -164,7 +164,6 @@ static inline int hx_scan_peek(const hx_scan *s, size_t ahead)
 
 bool hx_scan_eat(hx_scan *s, const char *lit);            /* true: it stood here and is read */
 bool hx_scan_number(hx_scan *s, uint32_t *out);           /* decimal; at most HX_IR_NO_END - 1 */
-int  hx_scan_hex(int c);                                  /* the value of a digit, or -1 */
 /* The set of a class, which is used up; invert: of all other characters. */
 hx_ref hx_ir_class(hx_ir *ir, hx_ranges *set, bool invert, bool json);
 /* Both bounds of a quantifier are within the limit, or the error is set. */

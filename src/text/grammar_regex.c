@@ -89,7 +89,7 @@ static uint32_t read_hex(parser *s, int n)
     uint32_t v = 0;
     int got = 0;
 
-    for (int d; (n == 0 || got < n) && (d = hx_scan_hex(peek(s, 0))) >= 0;
+    for (int d; (n == 0 || got < n) && (d = hx_hex_digit(peek(s, 0))) >= 0;
          s->in.i++, got++)
         v = v > 0x10ffff ? v : v * 16 + (uint32_t)d;
     if (got == 0 || (n > 0 && got != n) || (n == 0 && !eat(s, "}")) || v > 0x10ffff) {

@@ -222,9 +222,9 @@ static size_t pointer_step(hx_str ptr, hx_sb *out)
     for (; i < ptr.n && ptr.p[i] != '/'; i++) {
         char c = ptr.p[i];
 
-        if (c == '%' && i + 2 < ptr.n && hx_scan_hex(ptr.p[i + 1]) >= 0 &&
-            hx_scan_hex(ptr.p[i + 2]) >= 0) {
-            c = (char)(hx_scan_hex(ptr.p[i + 1]) * 16 + hx_scan_hex(ptr.p[i + 2]));
+        if (c == '%' && i + 2 < ptr.n && hx_hex_digit(ptr.p[i + 1]) >= 0 &&
+            hx_hex_digit(ptr.p[i + 2]) >= 0) {
+            c = (char)(hx_hex_digit(ptr.p[i + 1]) * 16 + hx_hex_digit(ptr.p[i + 2]));
             i += 2;
         }
         if (c == '~' && i + 1 < ptr.n && (ptr.p[i + 1] == '0' || ptr.p[i + 1] == '1'))
