@@ -277,11 +277,6 @@ int hx_lane_late(hx_lane *l, hx_err *err)
     return rc;
 }
 
-int hx_lane_threads(const hx_lane *l)
-{
-    return hx_pool_size(l->host->cpu->pool);
-}
-
 static int64_t us_of(const uint64_t *ns)
 {
     return (int64_t)(__atomic_load_n(ns, __ATOMIC_RELAXED) / 1000);

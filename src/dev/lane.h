@@ -79,7 +79,6 @@ void hx_lane_awake(hx_lane *l);
 void hx_lane_rest(hx_lane *l);
 /* HX_EDEVICE when a job came too late or failed since the last call, else 0. */
 int hx_lane_late(hx_lane *l, hx_err *err);
-int hx_lane_threads(const hx_lane *l);
 /* Adds to *out what the lane knows: times, jobs. */
 void hx_lane_report(const hx_lane *l, hx_experts *out);
 /* Microseconds that n experts of a layer take, all rows with each of them, rows <=
