@@ -1234,6 +1234,8 @@ static void test_ebnf_tokens(void **state)
     hx_grammar_start(g, &m);
     assert_int_equal(hx_grammar_accept(&m, demo.v->end[0]), 0);
     assert_int_equal(hx_grammar_done(&m), HX_GRAMMAR_MUST_END);
+    assert_int_equal(hx_grammar_accept(&m, demo.v->end[0]), 0); /* the end itself */
+    assert_int_equal(hx_grammar_accept(&m, demo.v->end[0]), HX_EFORMAT);
     hx_grammar_close(g);
 }
 
