@@ -53,6 +53,13 @@ table=$(sed -n 's/^| `\(\(src\|include\)\/[^`]*\)`.*/\1/p' docs/ARCHITECTURE.md 
 have=$(echo "$files" | grep -v '_test\.c$' | sort -u)
 report layout "$(diff <(echo "$table") <(echo "$have") | sed -n 's/^< /docs\/ARCHITECTURE.md names a file that is not there: /p; s/^> /not in the table of docs\/ARCHITECTURE.md: /p')"
 
+# … and says about how long they are.
+report lengths "$(sed -n 's/^| `\(\(src\|include\)\/[^`]*\)` |.* | \([0-9]*\) |$/\1 \3/p' docs/ARCHITECTURE.md 2>/dev/null |
+    while read -r f n; do
+        have=$(wc -l <"$f" 2>/dev/null) && [ $((have - n)) -le 20 ] && [ $((n - have)) -le 20 ] ||
+            echo "docs/ARCHITECTURE.md: $f has $have lines, the table says $n"
+    done)"
+
 # a_b.c is covered by a_b_test.c or a_test.c, or a line of tests/COVERAGE says by what.
 report tests "$(for f in $(echo "$have" | grep '\.c$'); do
     [ -f "${f%.c}_test.c" ] || [ -f "${f%_*}_test.c" ] || awk -v f="$f" '
