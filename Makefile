@@ -35,9 +35,9 @@ CFLAGS  := -std=c11 -D_GNU_SOURCE $(OPT) -ffp-contract=off -fno-math-errno -pthr
 LDFLAGS := -pthread $(if $(SAN),-fsanitize=$(SAN))
 LIBS    := -luv -ljson-c -lpcre2-8 -lutf8proc -lxxhash -lcrypto -ldl -lm
 
-# GPU code comes along where a GPU (under WSL: its driver) and nvcc are; the runtime is linked in and finds the driver
-# when the program runs. Plain builds carry machine code for the GPUs of this machine (without
-# any: Hopper), and PTX for the others.
+# GPU code comes along where a GPU (under WSL: its driver) and nvcc are; the runtime is linked in
+# and finds the driver when the program runs. Plain builds carry machine code for the GPUs of this
+# machine (without any: Hopper), and PTX for the others.
 ifeq ($(origin NVCC),undefined)
 NVCC    := $(firstword $(shell command -v nvcc 2>/dev/null) $(wildcard /usr/local/cuda/bin/nvcc))
 endif
