@@ -50,7 +50,7 @@ struct hx_stream {
     int32_t n_token, n_out, n_taken, error_after;
     int64_t delay_us, prefill_us, due_us;
     bool running, cancelled, ended, failed, late, end_thinking, told;
-    int32_t place; /* in the queue, at first */
+    int32_t place; /* in the queue */
     hx_stop stop_why;
     int32_t stop_at; /* TEXT: which */
     hx_times times;
@@ -383,12 +383,29 @@ static void fake_news(hx_stream *s)
         s->ready(s->ready_ud);
 }
 
+/* Those behind it have another place. */
+static void fake_leave_queue(hx_stream *s)
+{
+    hx_engine *e = s->e;
+
+    e->n_waiting--;
+    for (int32_t i = 0; i < FAKE_SLOTS; i++) {
+        hx_stream *o = e->slot[i];
+
+        if (o == NULL || o->running || o->ended || o->place < s->place || o == s)
+            continue;
+        o->place--;
+        o->told = false;
+        fake_news(o);
+    }
+}
+
 static void fake_end(hx_stream *s, hx_stop why)
 {
     if (s->running)
         s->e->n_running--;
     else
-        s->e->n_waiting--;
+        fake_leave_queue(s);
     s->running = false;
     s->ended = true;
     s->stop_why = why;
@@ -409,7 +426,7 @@ static void fake_step(hx_stream *s, int64_t now)
     } else if (!s->running && e->n_running < e->info.max_streams) {
         s->running = true;
         e->n_running++;
-        e->n_waiting--;
+        fake_leave_queue(s);
         s->times.started_us = now;
         s->due_us = now + s->prefill_us;
     } else if (s->running && now >= s->due_us) {
@@ -527,7 +544,7 @@ int hx_submit(hx_engine *e, const hx_request *r, hx_stream **out, hx_err *err)
     return 0;
 }
 
-/* One that has to wait says once where. Under lock. */
+/* One that has to wait says each place once. Under lock. */
 static bool fake_has_place(const hx_stream *s)
 {
     return s->req.progress && !s->running && !s->told &&

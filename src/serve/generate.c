@@ -43,7 +43,7 @@ struct hx_gen {
     hx_gen_sink sink;
     hx_http_state client; /* as the last flush() found it */
     const answer *now;    /* whose reply pieces arrive */
-    int64_t comment_us;   /* when the last comment was written; 0: not yet */
+    int64_t comment_us;   /* when the last comment was written, or it began */
     hx_sb out, text;      /* for the client; scratch */
 
     hx_pump *pump;
@@ -477,9 +477,9 @@ static void take_progress(hx_gen *g, const answer *a, const hx_event *ev)
             &g->out);
         return;
     }
-    if (g->comment_us == 0 && (ev->times.started_us != 0 || g->sink.waiting.n > 0))
-        g->comment_us = now; /* but who queues hears where, at once */
-    if (now - g->comment_us < (g->sink.waiting.n > 0 ? EVENT_US : COMMENT_US))
+    /* Who queues is told each place, as the engine tells it; the rest comes all the time. */
+    const bool often = ev->times.started_us != 0 || g->sink.waiting.n > 0;
+    if (often && now - g->comment_us < (g->sink.waiting.n > 0 ? EVENT_US : COMMENT_US))
         return;
     g->comment_us = now;
     if (g->sink.waiting.n > 0) {
@@ -718,6 +718,7 @@ static void on_ready(void *ud)
 int hx_gen_start(hx_gen *g, const hx_gen_sink *sink)
 {
     g->sink = *sink;
+    g->comment_us = hx_now_us();
     g->n_live = g->n_answer;
     g->pump = hx_server_pump(g->call->server);
     atomic_fetch_add(&g->pump->n_gen, 1);

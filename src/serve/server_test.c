@@ -993,6 +993,48 @@ static void test_overflow(void **state)
     stop(f);
 }
 
+/* Reads on until words have come; text: what came so far, [2000]. */
+static void read_until(int fd, char *text, const char *words)
+{
+    size_t n = strlen(text);
+
+    while (strstr(text, words) == NULL) {
+        const ssize_t more = recv(fd, text + n, 1999 - n, 0);
+
+        assert_true(more > 0);
+        n += (size_t)more;
+        text[n] = '\0';
+    }
+}
+
+/* Who waits hears where, at once, and each change as it comes. */
+static void test_places(void **state)
+{
+    fixture *f = start(NULL, 1, 3, 4096);
+    const int fd[] = { dial(f->port), dial(f->port), dial(f->port), dial(f->port) };
+    static const char slow[] = "{\"prompt\":\"[[{prefill=60000}a|b]]\"}",
+                      later[] = "{\"prompt\":\"[[a]]\",\"stream\":true}";
+    char text[2000] = "";
+
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        send_request(fd[i], "POST", "/v1/completions", NULL, i == 0 ? slow : later);
+        wait_state(f, 1, i);
+    }
+    const int64_t start = hx_now_us();
+    read_until(fd[3], text, ": queue 3\n\n");
+    close(fd[1]);
+    read_until(fd[3], text, ": queue 2\n\n");
+    close(fd[2]);
+    read_until(fd[3], text, ": queue 1\n\n");
+    close(fd[0]);
+    read_until(fd[3], text, "[DONE]");
+    assert_true(hx_now_us() - start < 30000000);
+    close(fd[3]);
+    wait_idle(f, 1000);
+    stop(f);
+}
+
 static void test_queue_full(void **state)
 {
     fixture *f = start(NULL, 1, 1, 4096);
@@ -1011,7 +1053,6 @@ static void test_queue_full(void **state)
           "{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}],\"stream\":true}" },
     };
     char head[2000] = "";
-    size_t n = 0;
     response *r;
 
     (void)state;
@@ -1019,12 +1060,7 @@ static void test_queue_full(void **state)
     wait_state(f, 1, 0);
     send_request(b, "POST", "/v1/completions", NULL, later);
     wait_state(f, 1, 1);
-    while (strstr(head, ": queue 1\n\n") == NULL) { /* who waits hears where, at once */
-        const ssize_t more = recv(b, head + n, sizeof head - 1 - n, 0);
-
-        assert_true(more > 0);
-        n += (size_t)more;
-    }
+    read_until(b, head, ": queue 1\n\n");
     for (size_t i = 0; i < HX_LEN(refused); i++) {
         r = post(f, refused[i].path, refused[i].body);
         assert_int_equal(r->status, 429);
@@ -1554,22 +1590,23 @@ static void test_no_leaks(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_open),        cmocka_unit_test(test_loading),
-        cmocka_unit_test(test_routes),      cmocka_unit_test(test_key),
-        cmocka_unit_test(test_refused),     cmocka_unit_test(test_messages),
-        cmocka_unit_test(test_params),      cmocka_unit_test(test_chat),
-        cmocka_unit_test(test_no_thinking), cmocka_unit_test(test_streams),
-        cmocka_unit_test(test_tools),       cmocka_unit_test(test_usage_chunk),
-        cmocka_unit_test(test_several),     cmocka_unit_test(test_logprobs),
-        cmocka_unit_test(test_completions), cmocka_unit_test(test_completions_refused),
-        cmocka_unit_test(test_dialects),    cmocka_unit_test(test_overflow),
-        cmocka_unit_test(test_queue_full),  cmocka_unit_test(test_observe),
-        cmocka_unit_test(test_clients),     cmocka_unit_test(test_engine_error),
-        cmocka_unit_test(test_gone),        cmocka_unit_test(test_scoring),
-        cmocka_unit_test(test_slow_client), cmocka_unit_test(test_vanish),
-        cmocka_unit_test(test_many),        cmocka_unit_test(test_cost),
-        cmocka_unit_test(test_drain),       cmocka_unit_test(test_cut_off),
-        cmocka_unit_test(test_early),       cmocka_unit_test(test_no_leaks),
+        cmocka_unit_test(test_open),         cmocka_unit_test(test_loading),
+        cmocka_unit_test(test_routes),       cmocka_unit_test(test_key),
+        cmocka_unit_test(test_refused),      cmocka_unit_test(test_messages),
+        cmocka_unit_test(test_params),       cmocka_unit_test(test_chat),
+        cmocka_unit_test(test_no_thinking),  cmocka_unit_test(test_streams),
+        cmocka_unit_test(test_tools),        cmocka_unit_test(test_usage_chunk),
+        cmocka_unit_test(test_several),      cmocka_unit_test(test_logprobs),
+        cmocka_unit_test(test_completions),  cmocka_unit_test(test_completions_refused),
+        cmocka_unit_test(test_dialects),     cmocka_unit_test(test_overflow),
+        cmocka_unit_test(test_places),       cmocka_unit_test(test_queue_full),
+        cmocka_unit_test(test_observe),      cmocka_unit_test(test_clients),
+        cmocka_unit_test(test_engine_error), cmocka_unit_test(test_gone),
+        cmocka_unit_test(test_scoring),      cmocka_unit_test(test_slow_client),
+        cmocka_unit_test(test_vanish),       cmocka_unit_test(test_many),
+        cmocka_unit_test(test_cost),         cmocka_unit_test(test_drain),
+        cmocka_unit_test(test_cut_off),      cmocka_unit_test(test_early),
+        cmocka_unit_test(test_no_leaks),
     };
 
     return cmocka_run_group_tests_name("server", tests, NULL, NULL);
