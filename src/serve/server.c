@@ -37,7 +37,9 @@ struct hx_server {
     int64_t created_s, open_us, ready_us;
     uint64_t seed;
     atomic_ullong n_random;
-    atomic_ullong load_done, load_total;
+    atomic_ullong load_done, load_total,
+        load_first;          /* bytes; the first ones were there */
+    _Atomic int64_t load_us; /* since when it is loaded */
     atomic_bool draining;
 
     /* Written once by hx_server_set_engine(), before ready; so is ready_us. */
@@ -162,15 +164,17 @@ static void reply_problem(hx_call *c, const char *headers)
  * is left of loading at the rate so far. */
 static const char *retry_after(const hx_server *s, char out[40])
 {
-    const double done = (double)atomic_load(&s->load_done),
-                 all = (double)atomic_load(&s->load_total);
+    const uint64_t done = atomic_load(&s->load_done), all = atomic_load(&s->load_total),
+                   first = atomic_load(&s->load_first);
     hx_status st = { 0 };
 
     if (atomic_load(&s->ready))
         hx_get_status(s->engine, &st);
-    else if (done > 0)
-        st.wait_ms = (int64_t)HX_MIN(
-            (double)(hx_now_us() - s->open_us) / 1e3 * (all - done) / done, 1e6);
+    else if (done > first)
+        st.wait_ms = (int64_t)HX_MIN((double)(hx_now_us() - atomic_load(&s->load_us)) /
+                                         1e3 * (double)(all - HX_MIN(done, all)) /
+                                         (double)(done - first),
+                                     1e6);
     snprintf(out, 40, "Retry-After: %lld\r\n",
              (long long)HX_MIN(HX_MAX((st.wait_ms + 999) / 1000, 2), 600));
     return out;
@@ -1138,6 +1142,12 @@ void hx_server_set_engine(hx_server *s, hx_engine *e)
 
 void hx_server_set_loading(hx_server *s, uint64_t done_bytes, uint64_t total_bytes)
 {
+    if (total_bytes != atomic_load(&s->load_total) ||
+        done_bytes <
+            atomic_load(&s->load_done)) { /* something else, as after a download */
+        atomic_store(&s->load_us, hx_now_us());
+        atomic_store(&s->load_first, done_bytes);
+    }
     atomic_store(&s->load_total, total_bytes);
     atomic_store(&s->load_done, done_bytes);
 }

@@ -37,7 +37,24 @@ static void test_loading(void **state)
     assert_str(r->json, "error.code", "model_loading");
     assert_str(r->json, "error.type", "server_error");
     done(r);
+    /* The rate is that of what is loaded now, without what was there: 990 of 1,000 bytes are
+     * left, of which 10 came since, of another 10^8 nearly all. */
+    const int64_t first_us = hx_now_us();
+    hx_server_set_loading(f.server, 1000, 2000);
+    const int64_t begun_us = hx_now_us();
+    usleep(100000);
+    hx_server_set_loading(f.server, 1010, 2000);
+    const int64_t asked_us = hx_now_us();
+    r = post(&f, "/v1/chat/completions", "{}");
+    const char *later = strstr(r->raw.p, "Retry-After: ");
+    assert_non_null(later);
+    const int64_t wait_s = strtol(later + 13, NULL, 10);
+    assert_true(wait_s >= (asked_us - begun_us) * 99 / 1000000);
+    assert_true(wait_s <= (hx_now_us() - first_us) * 99 / 1000000 + 1);
+    done(r);
     hx_server_set_loading(f.server, 1, 100000000);
+    hx_server_set_loading(f.server, 2, 100000000);
+    usleep(1000);
     r = post(&f, "/v1/chat/completions", "{}");
     assert_non_null(strstr(r->raw.p, "Retry-After: 600"));
     done(r);
