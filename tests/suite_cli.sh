@@ -53,8 +53,9 @@ check long_prefill 1 '99999 tokens do not fit' "$hoist" bench prefill $demo --to
 # What cannot be written is an error, and a file is no substitute for a closed output.
 check full_output 1 'standard output: No space left' bash -c "$hoist inspect $demo >/dev/full"
 check closed_output 1 'standard output: Bad file' bash -c "$hoist run $demo -p x -n 2 >&-"
-check stop_loading 0 '^gone$' bash -c "$hoist serve synthetic:glm-5.3-flash,layers=6,experts=8 --port 0 & sleep 1; kill %1
-    for i in {1..30}; do kill -0 %1 2>/dev/null || { echo gone; exit; }; sleep 0.1; done; kill -9 %1"
+check stop_loading 0 '^gone$' bash -c "$hoist serve synthetic:glm-5.3-flash,layers=6,experts=16 --unix $tmp/socket >$tmp/loading 2>&1 &
+    for i in {1..50}; do [ -S $tmp/socket ] && break; sleep 0.1; done; sleep 0.2; kill %1; wait %1
+    grep 'loaded in' $tmp/loading || echo gone" # had it waited, it would have been loaded
 check ipv6_url 0 'serving on http://\[::1\]:|not (available|supported)' \
     bash -c "$hoist serve $demo --host ::1 --port 0 & sleep 3; kill %1; wait"
 check left_answer 0 'cancelled$' bash -c "$hoist run $demo -p 'In the beginning God' --raw --temp 0 | head -c 5"
