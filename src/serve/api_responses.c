@@ -926,30 +926,12 @@ static int reply_kept(hx_call *c, int rc, hx_str id, hx_sb *b)
     return rc != 0 ? not_found(c, id) : 0;
 }
 
-/* The value of a field of the query, as it is. */
-static hx_str get_query(const hx_call *c, const char *name)
-{
-    const size_t n = strlen(name);
-    hx_str q = c->x->query;
-
-    while (q.n > 0) {
-        const char *amp = memchr(q.p, '&', q.n);
-        const size_t len = amp != NULL ? (size_t)(amp - q.p) : q.n;
-
-        if (len > n && memcmp(q.p, name, n) == 0 && q.p[n] == '=')
-            return (hx_str) { q.p + n + 1, len - n - 1 };
-        q.p += HX_MIN(len + 1, q.n);
-        q.n -= HX_MIN(len + 1, q.n);
-    }
-    return (hx_str) { NULL, 0 };
-}
-
 static int retrieve_inputs(hx_call *c, hx_str id)
 {
-    const hx_str limit = get_query(c, "limit"), order = get_query(c, "order");
+    const hx_str limit = hx_server_query(c, "limit"), order = hx_server_query(c, "order");
     hx_item_page page = { .limit = 20,
                           .newest_first = !hx_str_is(order, "asc"),
-                          .after = get_query(c, "after") };
+                          .after = hx_server_query(c, "after") };
     char digits[8];
     hx_sb b = { 0 };
     int rc;
@@ -985,7 +967,7 @@ int hx_responses_retrieve(hx_call *c)
         return retrieve_inputs(c, id);
     if (rest.n > 0)
         return no_path(c);
-    if (hx_str_is(get_query(c, "stream"), "true"))
+    if (hx_str_is(hx_server_query(c, "stream"), "true"))
         return hx_server_problem(c, 400, "stream", "unsupported_value",
                                  "stream: a kept response is read at once");
     return reply_kept(c, hx_response_store_read(hx_server_responses(c->server), id, &b),

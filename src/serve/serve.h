@@ -244,6 +244,8 @@ uint64_t hx_server_client(const hx_call *c);
 bool hx_server_official_tokens(const hx_server *s);
 hx_pump *hx_server_pump(const hx_server *s);
 hx_str hx_server_model_name(const hx_server *s);
+/* The value of a field of the query, as it is; p NULL: it is not there. */
+hx_str hx_server_query(const hx_call *c, const char *name);
 int64_t hx_server_created_s(const hx_server *s);
 hx_responses *hx_server_responses(const hx_server *s);
 double hx_server_load_s(const hx_server *s); /* from opening to the engine's coming */

@@ -326,6 +326,23 @@ static void answer_root(hx_exchange *x)
 
 /* ---- small routes ------------------------------------------------------ */
 
+hx_str hx_server_query(const hx_call *c, const char *name)
+{
+    const size_t n = strlen(name);
+    hx_str q = c->x->query;
+
+    while (q.n > 0) {
+        const char *amp = memchr(q.p, '&', q.n);
+        const size_t len = amp != NULL ? (size_t)(amp - q.p) : q.n;
+
+        if (len > n && memcmp(q.p, name, n) == 0 && q.p[n] == '=')
+            return (hx_str) { q.p + n + 1, len - n - 1 };
+        q.p += HX_MIN(len + 1, q.n);
+        q.n -= HX_MIN(len + 1, q.n);
+    }
+    return (hx_str) { NULL, 0 };
+}
+
 /* OpenAI's fields and Anthropic's. */
 static void write_model(hx_sb *b, const hx_server *s)
 {
@@ -362,8 +379,6 @@ static void write_model(hx_sb *b, const hx_server *s)
 /* Codex says its version, and an error whenever a list of its own is missing. */
 static int models(hx_call *c)
 {
-    static const char codex[] = "client_version=";
-    const hx_str q = c->x->query;
     hx_sb b = { 0 };
 
     hx_sb_str(&b, "{\"object\":\"list\",\"data\":[");
@@ -372,9 +387,8 @@ static int models(hx_call *c)
     hx_json_put_str(&b, hx_server_model_name(c->server));
     hx_sb_str(&b, ",\"last_id\":");
     hx_json_put_str(&b, hx_server_model_name(c->server));
-    hx_sb_str(&b, q.n > 0 && memmem(q.p, q.n, codex, sizeof codex - 1) != NULL
-                      ? ",\"models\":[]}"
-                      : "}");
+    hx_sb_str(&b,
+              hx_server_query(c, "client_version").p != NULL ? ",\"models\":[]}" : "}");
     hx_server_reply_json(c, &b);
     hx_sb_free(&b);
     return 0;

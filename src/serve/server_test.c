@@ -122,6 +122,8 @@ static void test_routes(void **state)
         { "GET", "/v1/models", NULL, 200, "\"fake\"" },
         { "GET", "/models/", NULL, 200, "\"fake\"" },
         { "GET", "/v1/models?client_version=0.160.0", NULL, 200, ",\"models\":[]}" },
+        { "GET", "/v1/models?xclient_version=0.160.0", NULL, 200,
+          "\"last_id\":\"fake\"}" },
         { "GET", "/v1/models/fake", NULL, 200, "\"max_model_len\":4096" },
         { "GET", "/v1/models/other", NULL, 404, "model_not_found" },
         { "GET", "/metrics", NULL, 200, "hoist_requests_running" },
