@@ -139,9 +139,9 @@ def test_key_before_body():
 def test_key_options():
     empty = os.path.join(DIR, 'empty')
     open(empty, 'w').write('# nothing\n')
-    assert 'empty' in refuses('--api-key', '')
+    assert 'empty' in refuses('--api-key', '', status=2)
     assert 'empty' in refuses('--api-key-file', empty)
-    assert 'empty' in refuses('--admin-key', '', status=2)  # as every option
+    assert 'empty' in refuses('--admin-key', '', status=2)
     assert '/nothing' in refuses('--api-key-file', '/nothing')
     assert 'printable' in refuses('--api-key', 'a b')
 

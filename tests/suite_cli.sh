@@ -27,6 +27,7 @@ check option_equals 1 '^hoist: /nowhere: no such folder' "$hoist" run --seed=5 /
 check option_equals_bad 2 'port: "banana", expected an integer' "$hoist" serve --port=banana
 check flag_equals 2 'quiet takes no value' "$hoist" serve --quiet=1
 check option_empty 2 '^hoist: -p: empty, expected TEXT' "$hoist" run $demo -p "$unset"
+check option_empty_number 2 '^hoist: --port: empty, expected N' "$hoist" serve --port=
 check option_empty_name 2 'served-name: empty, expected NAME' "$hoist" serve --served-name=
 check word_empty 2 'found an empty word, expected \[MODEL\]' "$hoist" serve "$unset"
 check prompt_bytes 2 '^hoist: -p: is not UTF-8' "$hoist" run $demo -p $'a\xff'

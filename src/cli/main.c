@@ -385,13 +385,13 @@ static int set_option(hx_cli *c, const option *o, const char *value, hx_err *err
 
     if (o->given != 0)
         *((bool *)(void *)((char *)c + o->given)) = true;
+    if (o->kind != OPT_FLAG && *value == '\0')
+        return hx_fail(err, HX_EARG, "%s: empty, expected %s", o->name, o->arg);
     switch (o->kind) {
     case OPT_FLAG:
         *(bool *)(void *)at = true;
         return 0;
     case OPT_STR:
-        if (*value == '\0')
-            return hx_fail(err, HX_EARG, "%s: empty, expected %s", o->name, o->arg);
         memcpy(at, &value, sizeof value);
         return 0;
     case OPT_INT:
