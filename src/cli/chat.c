@@ -153,8 +153,7 @@ static int answer(chat *t, const int32_t *ids, int64_t n, hx_err *err)
             cli_reply_feed(reply, &ev, on_reply, t, err);
         fflush(stdout);
     } while (ev.kind != HX_EV_DONE && ev.kind != HX_EV_ERROR);
-    if (ev.generated == 0 && ev.prompt > 2048)
-        cli_progress(" "); /* Ctrl-C while it was read */
+    cli_show_reading(&ev); /* Ctrl-C while it was read */
     hx_reply_end(reply, on_reply, t, NULL, err);
     end_reasoning(t);
     printf("%s\n", ev.stop == HX_STOP_CANCEL   ? " (stopped)"

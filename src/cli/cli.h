@@ -52,7 +52,7 @@ void cli_bytes(char out[32], uint64_t n); /* "1.5 GiB" */
 /* A line on stderr over the one before, cut to the terminal; " " clears it. Nothing where
  * nobody watches. */
 void cli_progress(const char *fmt, ...) HX_PRINTF(1, 2);
-/* How far a long prompt is. */
+/* How far a long prompt is: of each progress, and of the event that ends the stream. */
 void cli_show_reading(const hx_event *ev);
 
 /* Parses the answer to the prompt ids [n]; freed with hx_reply_close(). */

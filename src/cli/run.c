@@ -10,6 +10,7 @@
 #include "serve/serve.h"
 
 #define PROMPT_MAX (64 << 20) /* bytes of a prompt, far beyond any context */
+#define SHOW_FROM  2048       /* tokens of a prompt whose reading is shown */
 
 /* ---- serve ------------------------------------------------------------ */
 
@@ -338,10 +339,12 @@ static void print_figures(const hx_event *ev)
 
 void cli_show_reading(const hx_event *ev)
 {
-    if (ev->prompt > 2048 && ev->prefilled < ev->prompt)
+    if (ev->prompt <= SHOW_FROM || ev->generated > 0)
+        return;
+    if (ev->kind == HX_EV_PROGRESS && ev->prefilled < ev->prompt)
         cli_progress("reading prompt: %lld of %lld tokens", (long long)ev->prefilled,
                      (long long)ev->prompt);
-    else if (ev->prompt > 2048)
+    else
         cli_progress(" ");
 }
 
@@ -383,6 +386,7 @@ static int generate(hx_engine *e, const hx_cli *c, const int32_t *ids, int64_t n
         if (ferror(stdout))
             hx_cancel(s); /* nobody reads on: `| head` */
     } while (ev.kind != HX_EV_DONE && ev.kind != HX_EV_ERROR);
+    cli_show_reading(&ev);
     if (reply != NULL)
         hx_reply_end(reply, print_reply, &reasoning, NULL, &err);
     if (ev.kind == HX_EV_DONE) {
