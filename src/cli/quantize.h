@@ -100,6 +100,7 @@ uint64_t qz_plan_bytes(const qz_plan *p);
 int qz_plan_layout(qz_plan *p, hx_err *err);
 const char *qz_class_name(int class);
 const char *qz_codebook_name(hx_codebook cb);
+uint32_t qz_codebook_marker(hx_codebook cb); /* 0: none */
 bool qz_ends_with(const char *s, const char *tail);
 
 /* ---- calibration text ------------------------------------------------------ */

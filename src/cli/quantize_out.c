@@ -284,17 +284,16 @@ int qz_out_copy(const qz_plan *p, hx_err *err)
     return 0;
 }
 
-static const uint32_t marker[HX_N_CB] = { 0, HX_EXL3_MCG, HX_EXL3_MUL1 };
-
 int qz_out_unit(qz_plan *p, const qz_unit *u, const uint16_t *trellis,
                 const uint16_t *suh, const uint16_t *svh, hx_err *err)
 {
-    const void *const part[4] = { trellis, suh, svh, &marker[p->opt.codebook] };
+    const uint32_t marker = qz_codebook_marker(p->opt.codebook);
+    const void *const part[4] = { trellis, suh, svh, &marker };
     const qz_tensor *t = &p->tensor[u->tensor];
     const qz_file *f = &p->file[t->file];
     int rc;
 
-    for (int i = 0; i < (marker[p->opt.codebook] != 0 ? 4 : 3); i++)
+    for (int i = 0; i < (marker != 0 ? 4 : 3); i++)
         if ((rc = qz_write_at(f->fd, part[i], t[i].bytes, place_of(p, &t[i]), f->name,
                               err)) != 0)
             return rc;
@@ -456,7 +455,7 @@ static void put_plain_modules(hx_sb *b, const qz_plan *p)
 static int write_storage(const qz_out *o, const qz_plan *p, const hx_json *config,
                          const qz_text *text, hx_err *err)
 {
-    const uint32_t mark = marker[p->opt.codebook];
+    const uint32_t mark = qz_codebook_marker(p->opt.codebook);
     hx_sb b = { 0 };
 
     hx_sb_str(&b, "{");

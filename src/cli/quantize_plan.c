@@ -8,6 +8,7 @@
 
 #include "cli/quantize.h"
 #include "dev/exl3_encode.h"
+#include "dev/fmt_exl3.h"
 
 #define TRUNK "model.language_model.layers."
 
@@ -21,11 +22,22 @@ const char *qz_class_name(int class)
     return names[class];
 }
 
+/* The suffix is of a tensor that holds the marker. */
+static const struct {
+    const char *name, *suffix;
+    uint32_t marker;
+} codebooks[HX_N_CB] = { { "3inst", NULL, 0 },
+                         { "mcg", ".mcg", HX_EXL3_MCG },
+                         { "mul1", ".mul1", HX_EXL3_MUL1 } };
+
 const char *qz_codebook_name(hx_codebook cb)
 {
-    static const char *const names[HX_N_CB] = { "3inst", "mcg", "mul1" };
+    return codebooks[cb].name;
+}
 
-    return names[cb];
+uint32_t qz_codebook_marker(hx_codebook cb)
+{
+    return codebooks[cb].marker;
 }
 
 bool qz_ends_with(const char *s, const char *tail)
@@ -443,17 +455,9 @@ static uint64_t trellis_bytes(const qz_unit *u)
     return (uint64_t)(HX_EXL3_PAD(u->n) * HX_EXL3_PAD(u->k)) / 16 * (uint64_t)u->k2;
 }
 
-/* The marker of a codebook: a suffix, or NULL where it has none. */
-static const char *marker_of(hx_codebook cb)
-{
-    static const char *const suffix[HX_N_CB] = { NULL, ".mcg", ".mul1" };
-
-    return suffix[cb];
-}
-
 uint64_t qz_plan_bytes(const qz_plan *p)
 {
-    const uint64_t marker = marker_of(p->opt.codebook) != NULL ? 4 : 0;
+    const uint64_t marker = codebooks[p->opt.codebook].suffix != NULL ? 4 : 0;
     uint64_t sum = 0;
 
     for (int64_t i = 0; i < p->n_tensor; i++)
@@ -481,7 +485,7 @@ static qz_tensor *add_part(qz_plan *p, const qz_unit *u, const char *suffix,
 static int add_parts(qz_plan *p, qz_unit *u, hx_err *err)
 {
     const int64_t n = HX_EXL3_PAD(u->n), k = HX_EXL3_PAD(u->k);
-    const char *marker = marker_of(p->opt.codebook);
+    const char *marker = codebooks[p->opt.codebook].suffix;
     qz_tensor *t;
 
     u->tensor = p->n_tensor;
