@@ -305,8 +305,11 @@ static int decode_at(bench_run *b, int n, int64_t depth, hx_err *err)
                  (long long)depth);
     bench_figure(b->out, name, "tok/s", rate + 1, k - 1);
     if (t.after.n_slot > 0)
-        bench_lanes(b->out, name, n, &t.before, &t.after,
-                    (double)(t.to_us - t.from_us) / 1e6);
+        bench_lanes(b->out, name,
+                    &(bench_stretch) { .n_stream = n,
+                                       .seconds = (double)(t.to_us - t.from_us) / 1e6,
+                                       .before = &t.before,
+                                       .after = &t.after });
     return 0;
 }
 

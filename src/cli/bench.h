@@ -69,10 +69,14 @@ void bench_random_ids(const hx_info *info, uint64_t seed, int32_t *ids, int64_t 
 /* What caches make of a recorded trace. bench_trace.c */
 int bench_trace(const hx_cli *c, bench_report *out);
 
-/* Where experts ran between two looks at them, over seconds of decode of n streams, beside
- * the bound. bench_lanes.c */
-void bench_lanes(bench_report *out, const char *what, int n, const hx_experts *a,
-                 const hx_experts *b, double seconds);
+/* Where experts ran in a stretch of decode, beside the bound. bench_lanes.c */
+typedef struct {
+    int n_stream;
+    double seconds;
+    const hx_experts *before, *after;
+} bench_stretch;
+
+void bench_lanes(bench_report *out, const char *what, const bench_stretch *t);
 
 int bench_ops(const hx_cli *c, bench_report *out);               /* tools.c */
 int bench_protocol(bench_run *b, const char *name, hx_err *err); /* bench_protocol.c */

@@ -18,9 +18,9 @@ static void put_rows(bench_report *out, const char *what, const row *r, size_t n
     }
 }
 
-void bench_lanes(bench_report *out, const char *what, int n, const hx_experts *a,
-                 const hx_experts *b, double seconds)
+void bench_lanes(bench_report *out, const char *what, const bench_stretch *t)
 {
+    const hx_experts *a = t->before, *b = t->after;
     const double steps = (double)(b->steps - a->steps),
                  mb = (double)b->expert_bytes / 1e6,
                  here = (double)(b->here - a->here) / steps,
@@ -29,7 +29,7 @@ void bench_lanes(bench_report *out, const char *what, int n, const hx_experts *a
                  ahead = (double)(b->ahead - a->ahead) / steps,
                  missing = link + lane + ahead,
                  named = (double)(b->predicted - a->predicted),
-                 step = seconds / steps * 1e3;
+                 step = t->seconds / steps * 1e3;
     const cli_bound bound = cli_step_bound(b, here, missing);
     const row counts[] = {
         { "slots", b->n_slot, "experts" },
@@ -62,7 +62,7 @@ void bench_lanes(bench_report *out, const char *what, int n, const hx_experts *a
           "us" },
         { "bytes over the link", link * mb, "MB a step" },
         { "bytes on the CPU", lane * mb, "MB a step" },
-        { "link, over the whole step", link * mb * steps / seconds / 1e3, "GB/s" },
+        { "link, over the whole step", link * mb / step, "GB/s" },
         { "step", step, "ms" },
     };
     const row bounds[] = {
@@ -79,7 +79,7 @@ void bench_lanes(bench_report *out, const char *what, int n, const hx_experts *a
         { "bound: the longer of the misses', and the rest", bound.ms, "ms" },
         { "bound: over the link or fetched", bound.link, "a step" },
         { "bound: on the CPU", bound.lane, "a step" },
-        { "bound: rate", 1e3 * n / HX_MAX(bound.ms, 1e-3), "tok/s" },
+        { "bound: rate", 1e3 * t->n_stream / HX_MAX(bound.ms, 1e-3), "tok/s" },
         { "share of the bound", 100 * bound.ms / step, "%" },
     };
 
