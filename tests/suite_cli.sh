@@ -73,6 +73,7 @@ check park_disk 2 'park-disk without --park-dir' "$hoist" serve $demo --park-dis
 check park_of_nothing 2 'prefix off keeps nothing' "$hoist" serve $demo --prefix off --park-dir "$tmp"
 check bench_mixes 2 'mixes is "crowds", expected' "$hoist" bench serve $demo --mixes crowds
 check bench_follow 0 'the same again, kept' "$hoist" bench serve $demo --ctx 2048 -n 200 --mixes follow
+check prefill_link 0 'share of the longer.* %$' "$hoist" bench prefill $demo --ctx 2048 --vram 400KB --tokens 600 --streams 1
 check bench_json 0 'tok/s' cat "$tmp/bench.json"
 check plan 0 'an expert of .* costs, measured now' "$hoist" plan $demo --ctx 1024 --vram 400KB
 check plan_lanes 0 'a step reads [0-9]+ MB in GPU memory, [0-9]+ over the link, [0-9]+ on the CPU; .* tok/s; the .* limits' "$hoist" plan $demo --ctx 1024 --vram 400KB

@@ -353,10 +353,10 @@ static int by_time(const void *a, const void *b)
     return (x < y) - (x > y);
 }
 
-/* Where a prompt's time goes: one more of them with every operation waited for, and beside
- * it what came over the link in the last of the others. */
-static int prefill_parts(bench_run *b, const char *what, bench_stream *s, uint64_t bytes,
-                         double ms, hx_err *err)
+/* Where a prompt's time goes: one more of them with every operation waited for; and what
+ * came over the link in r, the last of the others. */
+static int prefill_parts(bench_run *b, const char *what, bench_stream *s,
+                         bench_reading *r, hx_err *err)
 {
     hx_op_time t[HX_OP_TIMES];
     char name[128];
@@ -372,13 +372,11 @@ static int prefill_parts(bench_run *b, const char *what, bench_stream *s, uint64
     for (int i = 0; i < HX_OP_TIMES && t[i].name != NULL; i++) {
         snprintf(name, sizeof name, "%s: %s", what, t[i].name);
         bench_one(b->out, name, "ms", t[i].us / 1e3);
+        if (strcmp(t[i].name, "copies") != 0) /* those wait for the link */
+            r->work_ms += t[i].us / 1e3;
     }
-    if (bytes > 0) {
-        snprintf(name, sizeof name, "%s: experts over the link", what);
-        bench_one(b->out, name, "GB", (double)bytes / 1e9);
-        snprintf(name, sizeof name, "%s: link, over the whole prompt", what);
-        bench_one(b->out, name, "GB/s", (double)bytes / ms / 1e6);
-    }
+    if (r->bytes > 0)
+        bench_link(b->out, what, r);
     return 0;
 }
 
@@ -407,8 +405,12 @@ static int prefill_of(bench_run *b, int64_t n, hx_err *err)
         snprintf(name, sizeof name, "prefill, %lld tokens", (long long)n);
         bench_figure(b->out, name, "tok/s", rate + 1, k - 1);
         bench_random_ids(&b->info, b->seed + (uint64_t)(1000 * n + k), ids, n);
-        rc = prefill_parts(b, name, &s, after.stage_bytes - before.stage_bytes, ms[k - 1],
-                           err);
+        bench_reading r = { .ms = ms[k - 1],
+                            .bytes = after.stage_bytes - before.stage_bytes,
+                            .n_chunk =
+                                (n + b->info.chunk_tokens - 1) / b->info.chunk_tokens,
+                            .experts = &after };
+        rc = prefill_parts(b, name, &s, &r, err);
     }
     hx_free(ids);
     return rc;

@@ -78,6 +78,17 @@ typedef struct {
 
 void bench_lanes(bench_report *out, const char *what, const bench_stretch *t);
 
+/* What came over the link for a prompt in so many chunks, beside the bound: the link's time,
+ * or what the GPU has to do itself. bench_lanes.c */
+typedef struct {
+    double ms, work_ms; /* to the first token; operations, one by one */
+    uint64_t bytes;
+    int64_t n_chunk;
+    const hx_experts *experts;
+} bench_reading;
+
+void bench_link(bench_report *out, const char *what, const bench_reading *r);
+
 int bench_ops(const hx_cli *c, bench_report *out);               /* tools.c */
 int bench_protocol(bench_run *b, const char *name, hx_err *err); /* bench_protocol.c */
 int bench_compare(const hx_cli *c);                              /* bench_compare.c */

@@ -1,5 +1,5 @@
-/* bench_lanes.c - bench decode: where experts ran, beside what their costs allow. Called by
- * bench.c for models whose experts do not all fit the GPU. */
+/* bench_lanes.c - bench decode and prefill: where experts ran, or came from, beside what their
+ * costs allow. Called by bench.c for models whose experts do not all fit the GPU. */
 #include "cli/bench.h"
 
 typedef struct {
@@ -96,4 +96,28 @@ void bench_lanes(bench_report *out, const char *what, const bench_stretch *t)
            gpu < 1 && cpu < 1 ? "GPU"
            : gpu >= cpu       ? "link"
                               : "CPU lane");
+}
+
+void bench_link(bench_report *out, const char *what, const bench_reading *r)
+{
+    const hx_experts *x = r->experts;
+    const double all = (double)r->n_chunk * x->n_expert * (double)x->expert_bytes,
+                 ceiling = (double)x->expert_bytes / HX_MAX(x->us[1], 1e-3) / 1e3,
+                 rate = (double)r->bytes / r->ms / 1e6,
+                 link_ms = (double)r->bytes / ceiling / 1e6,
+                 bound = HX_MAX(link_ms, r->work_ms);
+    const row rows[] = {
+        { "experts over the link", (double)r->bytes / 1e9, "GB" },
+        { "hits: those that were there", 100 * HX_MAX(1 - (double)r->bytes / all, 0),
+          "%" },
+        { "link, over the whole prompt", rate, "GB/s" },
+        { "link, as experts are read in place", ceiling, "GB/s" },
+        { "share of that", 100 * rate / ceiling, "%" },
+        { "bound: the link", link_ms, "ms" },
+        { "bound: operations one by one", r->work_ms, "ms" },
+        { "share of the longer", 100 * bound / r->ms, "%" },
+    };
+
+    put_rows(out, what, rows, HX_LEN(rows));
+    printf("%s: the %s limits\n", what, link_ms >= r->work_ms ? "link" : "GPU");
 }
